@@ -1,0 +1,1 @@
+"""Ring and linear caches, and the bank that holds them: floor 2."""

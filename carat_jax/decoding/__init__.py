@@ -1,0 +1,1 @@
+"""Jitted steps, sampling and speculation: floor 4."""

@@ -1,0 +1,1 @@
+"""Text, requests, scheduling and the engine: floor 5."""

@@ -1,0 +1,1 @@
+"""Flax modules and their storage: floor 3."""

@@ -1,0 +1,45 @@
+"""Dimension letters and array aliases: the legend every signature in the project is read with.
+
+    B  slots of the cache bank (or rows of a batch)   N  query heads
+    T  new positions in one step                      K  key-value heads
+    S  length of a linear (global) cache              G  query heads a KV head serves, N / K
+    C  capacity of a ring (local) cache               H  head dimension of the layer
+    W  sliding window, counting the query itself      D  embedding width (`hidden_size`)
+    V  vocabulary                                     L  layers
+    M  draft length                                   F  width of the MLP
+
+Positions are absolute everywhere and start at 0. Annotations are checked at run time in the
+tests, which import the package through jaxtyping's hook, and cost nothing elsewhere.
+"""
+
+from jaxtyping import Array, Bool, Float, Int
+
+Tokens = Int[Array, "B T"]
+Positions = Int[Array, "B T"]
+Lengths = Int[Array, "B"]
+Slots = Int[Array, "B"]
+Hidden = Float[Array, "B T D"]
+Logits = Float[Array, "B T V"]
+Queries = Float[Array, "B T N H"]
+Keys = Float[Array, "B T K H"]
+Values = Float[Array, "B T K H"]
+CacheRows = Float[Array, "B K S H"]
+Mask = Bool[Array, "B T S"]
+
+__all__ = [
+    "Array",
+    "Bool",
+    "CacheRows",
+    "Float",
+    "Hidden",
+    "Int",
+    "Keys",
+    "Lengths",
+    "Logits",
+    "Mask",
+    "Positions",
+    "Queries",
+    "Slots",
+    "Tokens",
+    "Values",
+]

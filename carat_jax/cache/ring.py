@@ -1,0 +1,94 @@
+"""The ring cache of a local layer: position p lives in slot p mod C, and nothing ever moves.
+
+    Invariant: after `ends[b]` positions were written, slot s of row b holds the newest position
+    p < ends[b] with p mod C = s, or nothing if that p is negative.
+
+So the positions of all slots follow from `ends`; they are never stored. A step of T rows may be
+written before its own queries read as long as T <= C - W + 1: the keys it overwrites are then
+older than the window of its first query. Rejecting drafts moves `ends` back by up to C - W rows:
+the slots in front of the new end hold newer rows than the invariant says, but those lie ahead of
+every later query until they are overwritten, and the rows they replaced were already out of reach.
+
+Longer chunks read (ring, chunk) first and write afterwards; then only their last C rows land.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from carat_jax.array_types import Array, CacheRows, Int, Keys, Lengths, Slots, Values
+from carat_jax.numerics.attention import KeyView
+
+
+def ring_capacity(window: int, max_rows: int, block: int = 1) -> int:
+    """Slots a ring needs so that steps of `max_rows` rows can be written in place and rolled back.
+
+    A verify step of M drafts has M + 1 rows. The result is a multiple of `block`.
+    """
+    return -(-(window + max_rows) // block) * block
+
+
+def ring_positions(ends: Lengths, capacity: int) -> Int[Array, "B C"]:
+    """The absolute position each slot holds after `ends` positions; negative if none."""
+    newest = ends[:, None] - 1
+    return newest - (newest - jnp.arange(capacity)) % capacity
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class RingCache:
+    """Keys and values of one local layer, `[B, K, C, H]`."""
+
+    k: CacheRows
+    v: CacheRows
+
+    @property
+    def capacity(self) -> int:
+        """Positions the ring holds."""
+        return self.k.shape[2]
+
+    def extend(
+        self, k: Keys, v: Values, starts: Lengths, num_valid: Lengths, slots: Slots, window: int
+    ) -> tuple["RingCache", KeyView]:
+        """Adds rows at positions `starts + t` and shows what their queries may look at.
+
+        Args:
+          k, v: new rows, `[b, T, K, H]` for the `b` cache slots named in `slots`.
+          starts: positions already in each of those slots, `[b]`.
+          num_valid: how many of the T rows are real, `[b]`; the others are not written.
+          slots: the cache slot each row of the step belongs to, `[b]`.
+          window: W of the layer.
+
+        Returns:
+          The new cache, and the view for the queries of these rows.
+        """
+        num_rows, ends = k.shape[1], starts + num_valid
+        rows = starts[:, None] + jnp.arange(num_rows)
+        if num_rows <= self.capacity - window + 1:
+            written = self._write(k, v, rows, num_valid, slots)
+            view = KeyView(written.k[slots], written.v[slots], ring_positions(ends, self.capacity))
+            return written, view
+        real = jnp.arange(num_rows) < num_valid[:, None]
+        before = ring_positions(starts, self.capacity)
+        view = KeyView(
+            jnp.concatenate([self.k[slots], jnp.swapaxes(k, 1, 2)], axis=2),
+            jnp.concatenate([self.v[slots], jnp.swapaxes(v, 1, 2)], axis=2),
+            jnp.concatenate([before, jnp.where(real, rows, -1)], axis=1),
+        )
+        return self._write(k, v, rows, num_valid, slots), view
+
+    def _write(
+        self, k: Keys, v: Values, rows: Int[Array, "b T"], num_valid: Lengths, slots: Slots
+    ) -> "RingCache":
+        row = jnp.arange(rows.shape[1])
+        lands = (row < num_valid[:, None]) & (row >= num_valid[:, None] - self.capacity)
+        # Rows that do not land get distinct indices past the end, which the scatter drops.
+        index = jnp.where(lands, rows % self.capacity, self.capacity + row)
+        return RingCache(
+            *(
+                cache.at[slots[:, None], :, index].set(new, mode="drop", unique_indices=True)
+                for cache, new in ((self.k, k), (self.v, v))
+            )
+        )

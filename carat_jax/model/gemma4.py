@@ -1,0 +1,345 @@
+"""The Gemma 4 text model as Flax NNX modules, named as the checkpoint names them.
+
+A module declares its parameters once (`ParamSpec`: shape, axes, initialiser, and which tensors of
+a published checkpoint fill it); loading, random weights, sharding and byte counts all read that
+declaration. Modules are built without arrays: `nnx.split(Gemma4(config, dtype))` gives a graph and
+a tree of shapes, and a step merges the graph with real arrays inside `jit`.
+
+Fused weights keep their axes apart (`qkv_proj` is `[D, K, G + 2, H]`), so KV heads and MLP columns
+can be split over devices. Formulas: transformers 5.17, `modeling_gemma4`.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from carat_jax.array_types import Array, Float, Hidden, Int, Lengths, Slots, Tokens
+from carat_jax.cache.bank import CacheBank
+from carat_jax.families import LayerSpec, ModelConfig
+from carat_jax.model.params import TensorSource, matrix, param, vector
+from carat_jax.numerics.attention import KeyView, attend
+from carat_jax.numerics.layers import (
+    embed,
+    gelu_gate,
+    linear,
+    rms_norm,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+    soft_cap,
+    tied_head,
+)
+
+
+@dataclasses.dataclass
+class StepContext:
+    """What every layer of one step shares.
+
+    `views` collects, by owning layer, what queries may look at, for the layers that borrow it.
+    """
+
+    starts: Lengths
+    num_valid: Lengths
+    slots: Slots
+    positions: Int[Array, "B T"]
+    rope: dict[bool, tuple[Array, Array]]
+    caches: dict
+    views: dict[int, KeyView]
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm with a plain weight."""
+
+    def __init__(self, name: str, width: int, eps: float, dtype: jnp.dtype):
+        self.weight = vector(f"{name}.weight", width, dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+        """Normalises the last axis."""
+        return rms_norm(x, self.weight.get_value(), self.eps)
+
+
+class Attention(nnx.Module):
+    """Self-attention of one layer: fused projections, head norms, RoPE, cache, softmax, output."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype):
+        spec, prefix = config.layer(index), f"layers.{index}.self_attn"
+        self.spec, self.eps = spec, config.rms_norm_eps
+        num_kv, dim, width = spec.num_kv_heads, spec.head_dim, config.hidden_size
+        self.group = group = config.num_attention_heads // num_kv
+        parts = [("q_proj", slice(0, group))]
+        if spec.owns_kv:
+            parts.append(("k_proj", slice(group, group + 1)))
+            if not spec.k_eq_v:
+                parts.append(("v_proj", slice(group + 1, group + 2)))
+        num_parts = parts[-1][1].stop
+
+        def source(name: str, where: slice) -> TensorSource:
+            heads = where.stop - where.start
+            return TensorSource(
+                f"{prefix}.{name}.weight",
+                shape=(num_kv * heads * dim, width),
+                view=(num_kv, heads, dim, width),
+                order=(3, 0, 1, 2),
+                index=(slice(None), slice(None), where),
+            )
+
+        self.qkv_proj = param(
+            (width, num_kv, num_parts, dim),
+            dtype,
+            axes=("embed", "kv_heads", None, None),
+            tensors=tuple(source(name, where) for name, where in parts),
+        )
+        self.o_proj = param(
+            (num_kv, group, dim, width),
+            dtype,
+            axes=("kv_heads", None, None, "embed"),
+            fan_in=num_kv * group * dim,
+            tensors=(
+                TensorSource(
+                    f"{prefix}.o_proj.weight",
+                    shape=(width, num_kv * group * dim),
+                    view=(width, num_kv, group, dim),
+                    order=(1, 2, 3, 0),
+                ),
+            ),
+        )
+        self.q_norm = RMSNorm(f"{prefix}.q_norm", dim, config.rms_norm_eps, dtype)
+        if spec.owns_kv:
+            self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, config.rms_norm_eps, dtype)
+
+    def __call__(self, x: Hidden, step: StepContext) -> Hidden:
+        """Attends from `x` `[B, T, D]`; writes the layer's cache in `step` if it owns one."""
+        spec, group = self.spec, self.group
+        tables = step.rope[spec.is_sliding]
+        with jax.named_scope("qkv"):
+            fused = linear(x, self.qkv_proj.get_value())
+            q = rotate(self.q_norm(fused[..., :group, :]), tables)
+        if spec.owns_kv:
+            with jax.named_scope("cache"):
+                raw_k = fused[..., group, :]
+                # Where keys equal values, the value is the raw key projection: not normed by
+                # k_norm and not rotated.
+                raw_v = raw_k if spec.k_eq_v else fused[..., group + 1, :]
+                k, v = rotate(self.k_norm(raw_k), tables), rms_norm(raw_v, eps=self.eps)
+                step.caches[spec.index], step.views[spec.index] = step.caches[spec.index].extend(
+                    k, v, step.starts, step.num_valid, step.slots, spec.window
+                )
+        with jax.named_scope("attend"):
+            heads = q.reshape(*q.shape[:2], -1, spec.head_dim)
+            out = attend(heads, step.positions, step.views[spec.kv_owner], spec.window)
+        with jax.named_scope("o"):
+            return linear(out.reshape(q.shape), self.o_proj.get_value(), num_in=3)
+
+
+class MLP(nnx.Module):
+    """`down(gelu(gate x) * up x)`."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype):
+        width, mlp, prefix = (
+            config.hidden_size,
+            config.layer(index).mlp_width,
+            f"layers.{index}.mlp",
+        )
+        self.gate_up_proj = param(
+            (width, 2, mlp),
+            dtype,
+            axes=("embed", None, "mlp"),
+            tensors=tuple(
+                TensorSource(
+                    f"{prefix}.{name}.weight",
+                    shape=(mlp, width),
+                    view=(mlp, width),
+                    order=(1, 0),
+                    index=(slice(None), i),
+                )
+                for i, name in enumerate(("gate_proj", "up_proj"))
+            ),
+        )
+        self.down_proj = matrix(f"{prefix}.down_proj.weight", mlp, width, ("mlp", "embed"), dtype)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        """Applies the MLP row by row."""
+        return linear(
+            gelu_gate(linear(x, self.gate_up_proj.get_value())), self.down_proj.get_value()
+        )
+
+
+class PerLayerInput(nnx.Module):
+    """The gated per-layer embedding that E2B and E4B add after the MLP."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype):
+        width, ple, prefix = (
+            config.hidden_size,
+            config.hidden_size_per_layer_input,
+            f"layers.{index}",
+        )
+        self.gate = matrix(
+            f"{prefix}.per_layer_input_gate.weight", width, ple, ("embed", None), dtype
+        )
+        self.projection = matrix(
+            f"{prefix}.per_layer_projection.weight", ple, width, (None, "embed"), dtype
+        )
+        self.norm = RMSNorm(
+            f"{prefix}.post_per_layer_input_norm", width, config.rms_norm_eps, dtype
+        )
+
+    def __call__(self, x: Hidden, inputs: Float[Array, "B T P"]) -> Hidden:
+        """What to add to the residual `x` for this layer's `inputs`."""
+        gated = jax.nn.gelu(linear(x, self.gate.get_value()), approximate=True) * inputs
+        return self.norm(linear(gated, self.projection.get_value()))
+
+
+class DecoderLayer(nnx.Module):
+    """One layer: attention and MLP, each between two norms, and the trained residual scale."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype):
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(f"layers.{index}.{name}", config.hidden_size, config.rms_norm_eps, dtype)
+
+        self.input_layernorm = norm("input_layernorm")
+        self.self_attn = Attention(config, index, dtype)
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
+        self.mlp = MLP(config, index, dtype)
+        self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
+        self.per_layer_input = (
+            PerLayerInput(config, index, dtype) if config.hidden_size_per_layer_input else None
+        )
+        self.layer_scalar = vector(f"layers.{index}.layer_scalar", 1, dtype)
+
+    def __call__(
+        self, x: Hidden, per_layer: Float[Array, "B T P"] | None, step: StepContext
+    ) -> Hidden:
+        """The layer's output for the residual stream `x`."""
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), step))
+        with jax.named_scope("mlp"):
+            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        if self.per_layer_input is not None:
+            with jax.named_scope("per_layer_input"):
+                x = x + self.per_layer_input(x, per_layer)
+        return x * self.layer_scalar.get_value()
+
+
+class PerLayerEmbedding(nnx.Module):
+    """Per-layer inputs of E2B and E4B: a packed table, and a projection of the embedding."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        self.num_layers, self.width = config.num_hidden_layers, config.hidden_size_per_layer_input
+        packed, hidden = self.num_layers * self.width, config.hidden_size
+        self.context_scale = hidden**-0.5
+        self.embed_tokens_per_layer = param(
+            (config.vocab_size_per_layer_input, packed),
+            dtype,
+            axes=(None, None),
+            tensors=(
+                TensorSource(
+                    "embed_tokens_per_layer.weight", (config.vocab_size_per_layer_input, packed)
+                ),
+            ),
+        )
+        self.per_layer_model_projection = matrix(
+            "per_layer_model_projection.weight", hidden, packed, ("embed", None), dtype
+        )
+        self.per_layer_projection_norm = RMSNorm(
+            "per_layer_projection_norm", self.width, config.rms_norm_eps, dtype
+        )
+
+    def __call__(self, tokens: Tokens, x: Hidden) -> Float[Array, "B T L P"]:
+        """Inputs of all layers for `tokens` whose scaled embeddings are `x`."""
+        shape = (*tokens.shape, self.num_layers, self.width)
+        table = self.embed_tokens_per_layer.get_value()
+        token_part = embed(tokens, table, math.sqrt(self.width)).reshape(shape)
+        projected = linear(x, self.per_layer_model_projection.get_value()) * self.context_scale
+        context_part = self.per_layer_projection_norm(projected.reshape(shape))
+        return (context_part + token_part) * 2**-0.5
+
+
+class Gemma4(nnx.Module):
+    """The text model: embedding, layers, final norm, tied head.
+
+    Args:
+      config: the model's facts.
+      dtype: storage and activation type, bfloat16 or float32.
+
+    Raises:
+      NotImplementedError: the model has a mixture of experts.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        if config.enable_moe_block:
+            raise NotImplementedError(
+                "Gemma 4 26B-A4B (mixture of experts) is not supported yet; "
+                "31B, 12B, E4B and E2B are"
+            )
+        self.config = config
+        self.embed_tokens = param(
+            (config.vocab_size, config.hidden_size),
+            dtype,
+            axes=(None, "embed"),
+            fan_in=config.hidden_size,
+            tensors=(TensorSource("embed_tokens.weight", (config.vocab_size, config.hidden_size)),),
+        )
+        self.per_layer_embedding = (
+            PerLayerEmbedding(config, dtype) if config.hidden_size_per_layer_input else None
+        )
+        self.layers = nnx.List(
+            [DecoderLayer(config, i, dtype) for i in range(config.num_hidden_layers)]
+        )
+        self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, dtype)
+
+    def __call__(
+        self, tokens: Tokens, bank: CacheBank, num_valid: Lengths, slots: Slots
+    ) -> tuple[Hidden, CacheBank]:
+        """Runs T new positions of some slots through the model.
+
+        Args:
+          tokens: ids at positions `lengths + t` of each slot, `[b, T]`.
+          bank: all caches.
+          num_valid: real rows of each slot, `[b]`; 0 leaves a slot as it is.
+          slots: which cache slot each row of `tokens` belongs to, `[b]`, all different.
+
+        Returns:
+          Final-normed hidden states `[b, T, D]` (rows past `num_valid` mean nothing), and the bank
+          with the rows added and the lengths moved on.
+        """
+        config, starts = self.config, bank.lengths[slots]
+        positions = starts[:, None] + jnp.arange(tokens.shape[1])
+        step = StepContext(
+            starts=starts,
+            num_valid=num_valid,
+            slots=slots,
+            positions=positions,
+            rope={
+                layer.is_sliding: rope_tables(positions, _frequencies(config, layer))
+                for layer in config.layers
+            },
+            caches=dict(bank.layers),
+            views={},
+        )
+        with jax.named_scope("embed"):
+            x = embed(tokens, self.embed_tokens.get_value(), math.sqrt(config.hidden_size))
+            per_layer = self.per_layer_embedding and self.per_layer_embedding(tokens, x)
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                inputs = None if per_layer is None else per_layer[:, :, index]
+                x = layer(x, inputs, step)
+        lengths = bank.lengths.at[slots].add(num_valid)
+        return self.norm(x), dataclasses.replace(bank, layers=step.caches, lengths=lengths)
+
+    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """Soft-capped logits of final-normed hidden states, float32."""
+        with jax.named_scope("head"):
+            raw = tied_head(hidden, self.embed_tokens.get_value())
+            return soft_cap(raw, self.config.final_logit_softcapping)
+
+
+def _frequencies(config: ModelConfig, layer: LayerSpec):
+    if layer.is_sliding:
+        return rope_frequencies(layer.head_dim, config.sliding_rope_theta)
+    return rope_frequencies(
+        layer.head_dim, config.full_rope_theta, config.partial_rotary_factor, config.rope_factor
+    )

@@ -1,0 +1,115 @@
+"""The arithmetic of a layer outside attention: norms, RoPE, products with weights, the soft cap.
+
+Pure functions of arrays. Everything that a bfloat16 model must not round on the way (norms,
+rotations, the head and its cap) is computed in float32 and rounded once, at the end.
+The formulas are those of transformers 5.17 (`modeling_gemma4`), where Gemma 4 differs from its
+predecessors: norm weights multiply as they are, without one added, and scores are not scaled.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from carat_jax.array_types import Array, Float, Int
+
+
+def precision(dtype: jnp.dtype) -> lax.Precision | None:
+    """Matmul precision for operands of `dtype`.
+
+    A float32 product on a GPU would otherwise run in TF32, whose 10-bit mantissa is coarser than
+    the differences float32 is asked for here. bfloat16 products accumulate in float32 regardless.
+    """
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def rms_norm(
+    x: Float[Array, "*rows H"], weight: Float[Array, "H"] | None = None, eps: float = 1e-6
+) -> Float[Array, "*rows H"]:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, in float32, rounded once.
+
+    Reducing in bfloat16 loses deep layers whose residual has channels far above the rest.
+    """
+    x32 = x.astype(jnp.float32)
+    normed = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    if weight is not None:
+        normed = normed * weight.astype(jnp.float32)
+    return normed.astype(x.dtype)
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, partial: float = 1.0, factor: float = 1.0
+) -> Float[np.ndarray, "half"]:
+    """Angular frequency of each of the `head_dim / 2` rotated pairs, in radians per position.
+
+    With `partial` < 1 ("proportional" RoPE) only the first `partial * head_dim / 2` pairs turn and
+    the rest stand still; the exponent's denominator stays the whole head dimension.
+    """
+    live = int(partial * head_dim // 2)
+    exponents = np.arange(live, dtype=np.float64) * 2 / head_dim
+    frequencies = np.zeros(head_dim // 2)
+    frequencies[:live] = theta**-exponents / factor
+    return frequencies.astype(np.float32)
+
+
+def rope_tables(
+    positions: Int[Array, "B T"], frequencies: Float[np.ndarray, "half"]
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """Cosine and sine of every position's angles, float32."""
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "B T *heads H"],
+    tables: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
+) -> Float[Array, "B T *heads H"]:
+    """Applies RoPE: dimension i turns with dimension i + H/2. In float32, rounded once."""
+    heads = tuple(range(2, x.ndim - 1))
+    cos, sin = (jnp.expand_dims(table, heads) for table in tables)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def linear(x: Float[Array, "..."], weight: Float[Array, "..."], num_in: int = 1) -> Array:
+    """Product of the last `num_in` axes of `x` with the first `num_in` axes of `weight`.
+
+    Every product with a weight goes through here, so that a weight stored in another form than a
+    plain array needs one more case in this function and nowhere else.
+    """
+    if not isinstance(weight, jax.Array):
+        raise TypeError(f"no product with a weight of type {type(weight).__name__}")
+    lead, out_shape = x.shape[: x.ndim - num_in], weight.shape[num_in:]
+    width = int(np.prod(weight.shape[:num_in]))
+    # One flat product: XLA chooses its matrix kernels by the two-dimensional shape.
+    out = jnp.matmul(
+        x.reshape(*lead, width), weight.reshape(width, -1), precision=precision(x.dtype)
+    )
+    return out.reshape(*lead, *out_shape)
+
+
+def embed(tokens: Int[Array, "B T"], table: Float[Array, "V D"], scale: float) -> Array:
+    """Rows of the embedding table times `scale`, which is rounded to the table's type first."""
+    return table[tokens] * jnp.asarray(scale, table.dtype)
+
+
+def tied_head(hidden: Float[Array, "*rows D"], table: Float[Array, "V D"]) -> Array:
+    """Logits against the unscaled embedding table, float32."""
+    return jnp.einsum(
+        "...d,vd->...v",
+        hidden,
+        table,
+        precision=precision(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """`cap * tanh(logits / cap)`; bfloat16 would merge most of the values near the cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def gelu_gate(gate_up: Float[Array, "*rows 2 F"]) -> Float[Array, "*rows F"]:
+    """`gelu(gate) * up` with the tanh approximation of GELU."""
+    return jax.nn.gelu(gate_up[..., 0, :], approximate=True) * gate_up[..., 1, :]
