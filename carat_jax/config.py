@@ -1,0 +1,415 @@
+"""Every setting of the engine: its type, default and limits, and where its value came from.
+
+Settings are nested frozen dataclasses that check themselves, so a `Config` that exists is valid and
+can be a key or a static argument. `read_settings` gathers values from a YAML file, `key=value`
+overrides and Python keywords, and checks them before anything is loaded; the checkpoint's own
+sampling defaults are merged below them afterwards. What a model *is* (its sizes) is read from its
+checkpoint and is never a setting. Imports `families` and `setting_types` alone.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from carat_jax.families import FAMILIES
+from carat_jax.setting_types import (
+    REFUSED,
+    Key,
+    Plain,
+    Section,
+    compose,
+    from_node,
+    is_null,
+    setting,
+    to_bool,
+    unknown_key,
+)
+
+# Values that keys declare but whose code has not landed are refused by this table; a key without a
+# row takes every value of its type.
+AVAILABLE: Mapping[str, tuple] = {
+    "cache.local_layers": ("ring",),
+    "cache.global_layers": ("kv",),
+    "attention.pad_keys": (64,),
+    "attention.group_heads": (True,),
+    "attention.verify": ("fused",),
+    "attention.impl": (None, "xla"),
+    "decode.drafter": ("none",),
+    "decode.uniform_rows": (0,),
+}
+RANDOM_MODELS = tuple(name for name, facts in FAMILIES.items() if not facts.enable_moe_block)
+
+
+_INT32_MAX = 2**31 - 1  # what the steps on the device count in
+
+
+class _Section(Section):
+    AVAILABLE = AVAILABLE
+
+
+def _between(low: float, high: float, default: float | None, null: Any = REFUSED) -> Any:
+    return setting(default, f"from {low} to {high}", lambda x: low <= x <= high, null)
+
+
+def _count(low: int, default: int | None, null: Any = REFUSED) -> Any:
+    return _between(low, _INT32_MAX, default, null)
+
+
+def _are_ids(ids: Iterable[int]) -> bool:
+    return all(0 <= i <= _INT32_MAX for i in ids)
+
+
+def _are_biases(pairs: Sequence[tuple[int, float]]) -> bool:
+    ids = dict(pairs)
+    return len(ids) == len(pairs) and _are_ids(ids) and all(abs(b) <= 1e9 for b in ids.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams(_Section):
+    """How tokens are chosen, and when a sample ends.
+
+    Attributes:
+      temperature: Divides the logits; 0 takes the most likely token.
+      top_k: Keep the k most likely tokens; 0 or null keeps all, as does a k past the vocabulary.
+      top_p: Keep the fewest likeliest tokens that together reach top_p; 1 or null keeps all.
+      min_p: Keep tokens at least min_p times as likely as the likeliest; 0 or null keeps all.
+      repetition_penalty: Divides positive and multiplies negative logits of tokens already present
+        in the prompt or the output; 1 (or null) is off.
+      seed: Seed of the request, below 2**32; null draws a new one, which the result reports.
+      max_tokens: Most tokens generated per sample; 0 generates none.
+      n: Samples per prompt; the prompt is prefilled once.
+      stop: Strings that end a sample; one string or a list.
+      stop_token_ids: Token ids that end a sample, in addition to the checkpoint's own.
+      include_stop: Whether the text keeps the stop string that ended it.
+      ignore_eos: Whether to run past the checkpoint's end tokens (for benchmarks).
+      logprobs: null for none; 0 for those of the chosen tokens; k for the k likeliest as well.
+      logit_bias: Numbers added to the logits of tokens, `{id: bias}`; kept as sorted pairs.
+    """
+
+    PREFIX = "sampling."
+    temperature: float = _between(0, 1_000_000, 1.0)
+    top_k: int = _count(0, 0, null=0)
+    top_p: float = setting(1.0, "above 0 and at most 1", lambda x: 0 < x <= 1, null=1.0)
+    min_p: float = _between(0, 1, 0.0, null=0.0)
+    repetition_penalty: float = _between(0.01, 100, 1.0, null=1.0)
+    seed: int | None = _between(0, 2**32 - 1, None)
+    max_tokens: int = _count(0, 256)
+    n: int = _count(1, 1)
+    stop: tuple[str, ...] = setting((), "strings that are not empty", all)
+    stop_token_ids: tuple[int, ...] = setting((), "token ids, 0 or more", _are_ids)
+    include_stop: bool = setting(False)
+    ignore_eos: bool = setting(False)
+    logprobs: int | None = _count(0, None)
+    logit_bias: tuple[tuple[int, float], ...] = setting(
+        (),
+        "different token ids, 0 or more, each with a number from -1e9 to 1e9",
+        _are_biases,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig(_Section):
+    """How keys and values are kept.
+
+    Attributes:
+      local_layers: `ring` keeps a fixed ring of the last window; the baselines are `paged` (the
+        window's pages, each slot found through a page table) and `full` (all of it, masked).
+      global_layers: `kv` keeps keys and values; `v_rot` keeps values and only the rotated numbers
+        of the keys, on the layers whose keys and values share one projection.
+    """
+
+    PREFIX = "cache."
+    local_layers: Literal["ring", "paged", "full"] = setting("ring")
+    global_layers: Literal["kv", "v_rot"] = setting("kv")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig(_Section):
+    """How attention is computed; each key changes speed, memory or rounding alone.
+
+    Attributes:
+      pad_keys: Key count of the three-stage path: rounded up to a multiple, or `exact`.
+      group_heads: Whether the query heads that share a KV head form one matrix.
+      verify: One `fused` kernel, or `three_stage` (scores, softmax, values).
+      impl: `triton`, `xla` or `interpret`; null chooses by device and says what it chose.
+    """
+
+    PREFIX = "attention."
+    pad_keys: Literal["exact", 64, 128, 256] = setting(64)
+    group_heads: bool = setting(True)
+    verify: Literal["fused", "three_stage"] = setting("fused")
+    impl: Literal["triton", "xla", "interpret"] | None = setting(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig(_Section):
+    """How tokens are proposed and verified.
+
+    Attributes:
+      drafter: Who proposes tokens: the checkpoint's `mtp` assistant, an `ngram` lookup, both, a
+        smaller `model`, or `none`.
+      draft_len: Tokens proposed per round.
+      uniform_rows: Rows per slot that decode and verify share in one executable; 0 is off.
+    """
+
+    PREFIX = "decode."
+    drafter: Literal["none", "mtp", "ngram", "mtp+ngram", "model"] = setting("none")
+    draft_len: int = _between(1, 15, 3)
+    uniform_rows: int = _between(0, 16, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig(_Section):
+    """What the engine reserves and compiles when it starts.
+
+    Attributes:
+      max_batch: Slots, that is, samples that run at once.
+      max_context: Tokens of prompt and output a slot can hold; null is the model's own limit.
+      prefill_chunks: Chunk lengths, in tokens, that prefill is compiled for.
+      max_queue: Samples that may wait for a slot; more are refused.
+    """
+
+    PREFIX = "engine."
+    max_batch: int = _count(1, 4)
+    max_context: int | None = _count(1, None)
+    prefill_chunks: tuple[int, ...] = setting(
+        (32, 128, 512),
+        "a list of ascending whole numbers above 0",
+        lambda sizes: sizes and sizes[0] > 0 and list(sizes) == sorted(set(sizes)),
+    )
+    max_queue: int = _count(0, 256)
+
+
+def _is_model_name(name: str) -> bool:
+    return bool(name) and (not name.startswith("random:") or name[7:] in RANDOM_MODELS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_Section):
+    """All settings of one engine.
+
+    Attributes:
+      model: `tiny` (embedded), a folder, a hub name, or `random:SIZE` (seeded random weights).
+      dtype: Type of weights, activations and caches.
+      sampling: Defaults of every request.
+    """
+
+    model: str = setting(
+        "tiny",
+        f"a name, a folder or random:SIZE with SIZE one of {', '.join(RANDOM_MODELS)}",
+        _is_model_name,
+    )
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16")
+    sampling: SamplingParams = SamplingParams()
+    cache: CacheConfig = CacheConfig()
+    attention: AttentionConfig = AttentionConfig()
+    decode: DecodeConfig = DecodeConfig()
+    engine: EngineConfig = EngineConfig()
+
+    def __post_init__(self):
+        super().__post_init__()
+        for field in dataclasses.fields(self):
+            if field.name not in self.keys() and type(getattr(self, field.name)) is not field.type:
+                found = getattr(self, field.name)
+                raise ValueError(f"{field.name}: {found!r} is not a {field.type.__name__}")
+
+
+_SECTIONS: dict[str, type[Section]] = {
+    "sampling": SamplingParams,
+    "cache": CacheConfig,
+    "attention": AttentionConfig,
+    "decode": DecodeConfig,
+    "engine": EngineConfig,
+}
+KEYS: dict[str, Key] = {
+    key.name: key for kind in (Config, *_SECTIONS.values()) for key in kind.keys().values()
+}
+
+
+def sampling_from(base: SamplingParams, where: str = "", /, **overrides: Any) -> SamplingParams:
+    """`base` with some fields replaced; an explicit 0, False, "" or None replaces too.
+
+    `where` (such as "prompts.jsonl:3") starts the message of a refusal.
+    """
+    keys = SamplingParams.keys()
+    for name in overrides:
+        if name not in keys:
+            raise unknown_key(name, overrides[name], where, keys)
+    checked = {name: keys[name].check(value, where) for name, value in overrides.items()}
+    return dataclasses.replace(base, **checked)
+
+
+# ---- sources ---------------------------------------------------------------------------------
+
+
+def _from_mapping(node: yaml.MappingNode, name: str, prefix: str, seen: dict) -> Iterator[tuple]:
+    """(key, value, where) of every value in a YAML mapping, sections opened."""
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        where = f"{name}:{line}"
+        key = f"{prefix}{from_node(key_node, where)}"
+        if key in seen:
+            raise ValueError(f"{where}: {key} is given twice, first in line {seen[key]}")
+        seen[key] = line
+        if key in _SECTIONS and isinstance(value_node, yaml.MappingNode):
+            yield from _from_mapping(value_node, name, f"{key}.", seen)
+        elif key not in _SECTIONS or not is_null(from_node(value_node, where)):
+            yield key, from_node(value_node, where), where
+
+
+def _from_file(path: str | Path) -> Iterator[tuple]:
+    try:
+        root = compose(Path(path).read_text(encoding="utf-8-sig"), str(path))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not UTF-8 text") from None
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError(f"{path}:1: must hold `key: value` lines")
+    yield from _from_mapping(root, str(path), "", {})
+
+
+def _from_override(text: str) -> tuple:
+    """`key=value`: lists, maps and quoted text as in YAML, anything else is one plain scalar."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key:
+        raise ValueError(f"--set: {text!r} is not key=value")
+    if value[:1] not in ("[", "{", '"', "'"):
+        return key, Plain(value), "--set"
+    where = f"--set: {key}"
+    return key, from_node(compose(value, where), where), "--set"
+
+
+def _from_keywords(values: Mapping, prefix: str = "") -> Iterator[tuple]:
+    """Python values, `{"sampling": {"top_k": 5}}` or `{"sampling.top_k": 5}`, or whole sections."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Section):
+            if type(value) is not _SECTIONS.get(key):
+                raise ValueError(f"keyword: {key}: {value!r} does not belong here")
+            value = dataclasses.asdict(value)
+        if key in _SECTIONS and isinstance(value, Mapping):
+            yield from _from_keywords(value, f"{key}.")
+        else:
+            yield key, value, "keyword"
+
+
+# ---- precedence ------------------------------------------------------------------------------
+
+# The checkpoint's generation_config.json: its names for what are settings here.
+_GENERATION_KEYS = {
+    "temperature": "sampling.temperature",
+    "top_k": "sampling.top_k",
+    "top_p": "sampling.top_p",
+    "min_p": "sampling.min_p",
+    "repetition_penalty": "sampling.repetition_penalty",
+    "max_new_tokens": "sampling.max_tokens",
+    "stop_strings": "sampling.stop",
+}
+
+
+def _yaml_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_yaml_text, value))}]"
+    if isinstance(value, str):
+        style = {"default_style": '"', "allow_unicode": True, "width": math.inf}
+        return yaml.safe_dump(value, **style).strip()
+    return json.dumps(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The value and the origin of every key, before they become a `Config`.
+
+    Attributes:
+      given: Key -> (value, origin) from YAML, overrides and keywords, later sources replacing.
+      generation: The same from the checkpoint's generation_config.json, which loses to `given`.
+    """
+
+    given: Mapping[str, tuple[Any, str]]
+    generation: Mapping[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)
+
+    def with_generation_config(self, values: Mapping[str, Any], where: str) -> "Settings":
+        """These settings over the checkpoint's own defaults; `where` names their file.
+
+        Keys that are not sampling settings are not ours to read here, and null means "not stated".
+        """
+        found = {}
+        for name, key in _GENERATION_KEYS.items():
+            if values.get(name) is not None:
+                found[key] = KEYS[key].check(values[name], where), where
+        if values.get("do_sample") is not None:
+            try:
+                is_sampled = to_bool(values["do_sample"])
+            except ValueError as error:
+                message = f"{where}: do_sample: {values['do_sample']!r} {error}"
+                raise ValueError(message) from None
+            if not is_sampled:
+                found["sampling.temperature"] = 0.0, f"{where} (do_sample: false)"
+        return dataclasses.replace(self, generation=found)
+
+    def items(self) -> Iterator[tuple[str, Any, str]]:
+        """(key, value, origin) of every key there is, in the order of `Config`."""
+        for name, key in KEYS.items():
+            default = key.default, "built-in"
+            yield name, *self.given.get(name, self.generation.get(name, default))
+
+    def build(self) -> Config:
+        """The configuration that these settings amount to."""
+        sections: dict[str, dict] = {name: {} for name in ("", *_SECTIONS)}
+        for key, value, _ in self.items():
+            section, _, name = key.rpartition(".")
+            sections[section][name] = value
+        built = {name: kind(**sections[name]) for name, kind in _SECTIONS.items()}
+        return Config(**sections[""], **built)
+
+    def describe(self) -> str:
+        """One line per key with its origin; the text is itself a valid YAML configuration."""
+        lines = [(f"{key}: {_yaml_text(value)}", origin) for key, value, origin in self.items()]
+        width = max(len(line) for line, _ in lines)
+        return "\n".join(f"{line:<{width}}  # {origin}" for line, origin in lines)
+
+
+def read_settings(
+    base: str | Path | Config | None = None,
+    overrides: Sequence[str] = (),
+    keywords: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Settings from a YAML file, then `key=value` overrides, then Python keywords; later wins.
+
+    Everything is checked here, before any checkpoint is opened; the checkpoint's own defaults are
+    merged below these by `Settings.with_generation_config`.
+
+    Args:
+      base: The YAML file, or a `Config`, of which every key then counts as given.
+      overrides: Texts such as "sampling.top_k=5"; of several for one key the last counts.
+      keywords: Nested (`{"sampling": {"top_k": 5}}`), dotted, or with a section's dataclass.
+    """
+    if isinstance(base, Config):
+        values = {name: functools.reduce(getattr, name.split("."), base) for name in KEYS}
+        sources = [(name, value, "Config") for name, value in values.items()]
+    else:
+        sources = [] if base is None else list(_from_file(base))
+    sources += [_from_override(text) for text in overrides]
+    sources += _from_keywords(keywords or {})
+    given = {}
+    for name, value, where in sources:
+        if name in _SECTIONS:
+            keys = ", ".join(_SECTIONS[name].keys())
+            raise ValueError(f"{where}: {name}: {value!r} is not a section; its keys are: {keys}")
+        if name not in KEYS:
+            raise unknown_key(name, value, where, KEYS)
+        given[name] = KEYS[name].check(value, where), where
+    return Settings(given)
