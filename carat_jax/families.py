@@ -93,6 +93,8 @@ class ModelConfig:
             raise ValueError(f"layer_types: {sorted(unknown)} is neither {_SLIDING} nor {_FULL}")
         if self.layer_types[-1] != _FULL:
             raise ValueError(f"layer_types: the last layer must be {_FULL} in a Gemma 4")
+        if self.hidden_size_per_layer_input and not self.vocab_size_per_layer_input:
+            raise ValueError("hidden_size_per_layer_input needs vocab_size_per_layer_input")
         for name in ("head_dim", "global_head_dim"):
             if getattr(self, name) % 2:
                 raise ValueError(f"{name}={getattr(self, name)} must be even: RoPE pairs halves")
@@ -279,7 +281,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if text.get("use_bidirectional_attention") == "all":
         raise ValueError('config.json: use_bidirectional_attention="all" is not a decoder')
     values = {key: text[key] for key in _PLAIN if key in text}
-    values["layer_types"] = tuple(text.get("layer_types") or _pattern(text["num_hidden_layers"], 6))
+    # Without layer_types transformers takes every sixth layer as global, and the last one always.
+    default = (*_pattern(text["num_hidden_layers"], 6)[:-1], _FULL)
+    values["layer_types"] = tuple(text.get("layer_types") or default)
     if not text.get("hidden_size_per_layer_input"):
         values.update(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
     values.setdefault("final_logit_softcapping", None)
@@ -289,8 +293,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     values["eos_token_id"] = tuple(eos) if isinstance(eos, list) else (eos,)
     known = _PLAIN | _IGNORED | set(_FIXED) | {"layer_types", "global_head_dim", "eos_token_id"}
     known |= {"rope_parameters", "per_layer_config"}
-    if text is not config and (unknown := sorted(set(text) - known)):
-        _log.warning("config.json: text_config keys not used here: %s", ", ".join(unknown))
+    if unknown := sorted(set(text) - known):
+        _log.warning("config.json: keys not used here: %s", ", ".join(unknown))
     return ModelConfig(**values)
 
 
