@@ -236,3 +236,16 @@ def test_memory_behind_absent_entries_never_reaches_a_result(junk, dtype):
         outputs.append(np.asarray(attend(jnp.asarray(q, dtype), query_pos, view, None)))
     assert np.isfinite(outputs[0]).all()
     np.testing.assert_array_equal(*outputs)
+
+
+def test_a_zero_in_an_absent_entry_is_not_a_key_of_score_zero():
+    # given real scores so low that a phantom key of score 0 would take all the weight
+    k = np.tile(normal(22, 16), (1, 1, 6, 1)) + normal(23, 1, 1, 6, 16) * 0.01
+    v, q = normal(24, 1, 1, 6, 16), -10 * k[:, :, :1]
+    k[:, :, 3:], v[:, :, 3:] = 0, 0
+    view = KeyView(jnp.asarray(k), jnp.asarray(v), jnp.asarray([[0, 1, 2, -1, -1, 9]]))
+    got = attend(jnp.asarray(q), jnp.asarray([[2]]), view, 8)
+    mask = np.array([[True, True, True, False, False, False]])
+    want = _naive_attention(q[0], k[0], v[0], mask)
+    assert (q[0, 0] @ k[0, 0, :3].T).max() < -50
+    np.testing.assert_allclose(got[0], want, atol=1e-5)

@@ -1,0 +1,100 @@
+"""Toy models on the engine's side: parameters placed by their declaration, steps, and a bank.
+
+The placement here is written a second time on purpose, apart from the loader's: these tests judge
+the model and must not depend on files.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from carat_jax.cache.bank import CacheBank, empty_bank
+from carat_jax.decoding.steps import DecodeState, Steps, build_steps, empty_state
+from carat_jax.families import ModelConfig, from_hf
+from carat_jax.model.gemma4 import Gemma4
+from carat_jax.model.params import ParamSpec, split
+from tests.oracle import Reference
+from tests.toys import CONFIGS, make_weights
+
+MAX_ROWS = 5  # a verify step of four drafts
+
+
+def place(specs, weights, used: list[str]):
+    """The parameter tree for `specs`, filled from tensors by checkpoint name; `used` collects."""
+    if not isinstance(specs, ParamSpec):
+        return {key: place(node, weights, used) for key, node in specs.items()}
+    out = np.full(specs.shape, np.nan, specs.dtype)
+    for source in specs.tensors:
+        tensor = weights[source.name]
+        assert tensor.shape == source.shape, source.name
+        tensor = tensor.reshape(source.view or tensor.shape)
+        out[source.index or ...] = tensor.transpose(source.order or range(tensor.ndim))
+        used.append(source.name)
+    assert not np.isnan(out).any(), specs
+    return jnp.asarray(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy:
+    """One toy: its config in both readings, its parameters, its steps, and the reference."""
+
+    raw: dict
+    config: ModelConfig
+    params: dict
+    steps: Steps
+    reference: Reference
+    dtype: jnp.dtype
+
+    def bank(self, num_slots: int = 3, max_context: int = 96) -> CacheBank:
+        """An empty bank."""
+        return empty_bank(self.config, num_slots, max_context, MAX_ROWS, self.dtype)
+
+    def state(self, num_slots: int = 3, max_context: int = 96) -> DecodeState:
+        """A decode state over an empty bank."""
+        return empty_state(self.bank(num_slots, max_context), self.config.vocab_size)
+
+    def feed(self, bank: CacheBank, sequences, chunk: int) -> tuple[CacheBank, list[np.ndarray]]:
+        """Feeds one sequence to each slot in chunks of `chunk` rows; all rows' logits per slot."""
+        logits = [[] for _ in sequences]
+        for first in range(0, max(map(len, sequences)), chunk):
+            parts = [list(ids[first : first + chunk]) for ids in sequences]
+            tokens = np.array([part + [7] * (chunk - len(part)) for part in parts], np.int32)
+            num_valid = np.array([len(part) for part in parts], np.int32)
+            bank, out = self.steps.extend(self.params, bank, tokens, num_valid)
+            for row, part in enumerate(parts):
+                logits[row].append(np.asarray(out[row, : len(part)]))
+        return bank, [np.concatenate(rows) for rows in logits]
+
+
+def build(raw: dict, weights: dict | None = None, dtype=jnp.float32) -> Toy:
+    """A toy from a flat text config; every tensor must be used exactly once."""
+    config = from_hf(raw)
+    weights = make_weights(raw) if weights is None else weights
+    graph, specs = split(Gemma4(config, dtype))
+    used = []
+    params = place(specs, weights, used)
+    assert sorted(used) == sorted(weights)
+    steps = build_steps(graph, num_top=3, base_bias=jnp.zeros(config.vocab_size))
+    return Toy(raw, config, params, steps, Reference(raw, weights), jnp.dtype(dtype))
+
+
+@functools.cache
+def toy(name: str) -> Toy:
+    """The float32 toy of that name, built once per process."""
+    return build(CONFIGS[name])
+
+
+def poison(bank: CacheBank, value: float) -> CacheBank:
+    """The bank with every entry that no position occupies set to `value`."""
+    lengths = np.asarray(bank.lengths)
+
+    def fill(rows: jax.Array) -> jax.Array:
+        rows = np.array(rows)
+        for slot, length in enumerate(lengths):
+            rows[slot, :, length:] = value  # a ring has filled up once length >= capacity
+        return jnp.asarray(rows)
+
+    return dataclasses.replace(bank, layers=jax.tree.map(fill, bank.layers))
