@@ -174,7 +174,8 @@ class EngineConfig(_Section):
 
     Attributes:
       max_batch: Slots, that is, samples that run at once.
-      max_context: Tokens of prompt and output a slot can hold; null is the model's own limit.
+      max_context: Tokens of prompt and output a slot can hold; null is 8,192, or the model's own
+        limit if that is less.
       prefill_chunks: Chunk lengths, in tokens, that prefill is compiled for.
       max_queue: Samples that may wait for a slot; more are refused.
     """

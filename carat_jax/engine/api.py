@@ -1,0 +1,256 @@
+"""The Python API: `load(...)` gives an `Engine` that generates, streams, chats and scores.
+
+import carat_jax
+engine = carat_jax.load("tiny")
+print(engine.generate("Once upon a time", max_tokens=60).text)
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from tqdm import tqdm
+
+import carat_jax
+from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
+from carat_jax.decoding.sampling import LogitsHook
+from carat_jax.engine.engine import EngineLoop
+from carat_jax.engine.request import Delta, Request, Result, TokenInfo
+from carat_jax.engine.tokenizer import Tokenizer
+from carat_jax.families import FAMILIES, ModelConfig
+from carat_jax.model import load_hf
+from carat_jax.model.gemma4 import Gemma4
+from carat_jax.model.params import random_params, split
+
+# A prompt is text, or token ids that are used as they are.
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+_TINY = Path(carat_jax.__file__).parent / "tiny"
+# Seed of the weights of `random:SIZE`.
+_RANDOM_SEED = 0
+
+
+def load(
+    model: str | Path | Config | Settings | None = None,
+    *,
+    logits_hook: LogitsHook | None = None,
+    **settings: Any,
+) -> "Engine":
+    """Loads a model and makes an engine for it.
+
+    Args:
+      model: "tiny", a folder, a hub name, or "random:31b" and the like; or all settings at once.
+      logits_hook: a pure function of logits `[R, V]` and of the positions `[R]` of the tokens they
+        are for; it becomes part of the compiled sampler.
+      **settings: any setting, as a section (`engine={"max_batch": 8}`) or by its dotted name.
+
+    Raises:
+      ValueError: a setting, the checkpoint or a prompt of it cannot be used; one clear line.
+    """
+    if isinstance(model, Settings):
+        if settings:
+            raise ValueError("load: give settings either as Settings or as keywords, not both")
+        wanted = model
+    elif isinstance(model, Config):
+        wanted = read_settings(model, keywords=settings)
+    else:
+        if model is not None:
+            settings["model"] = str(model)
+        wanted = read_settings(keywords=settings)
+    return Engine(*_open(wanted), hook=logits_hook)
+
+
+def _open(settings: Settings) -> tuple[Settings, Config, ModelConfig, Any, Any, Tokenizer]:
+    """Finds and reads what `settings.model` names; weights last, after everything is checked."""
+    name = settings.build().model
+    if name.startswith("random:"):
+        folder, model = _TINY, FAMILIES[name.removeprefix("random:")]
+    else:
+        folder = _TINY if name == "tiny" else load_hf.find_checkpoint(name)
+        model, _ = load_hf.read_config(folder)
+        where = f"{folder / 'generation_config.json'}"
+        settings = settings.with_generation_config(load_hf.generation_config(folder), where)
+    config = settings.build()
+    # Random weights have no vocabulary of their own: `tiny`'s ids drive a model of any size.
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"{folder}: tokenizer.json has {tokenizer.vocab_size} tokens, "
+            f"the model's vocabulary is {model.vocab_size}"
+        )
+    graph, specs = split(Gemma4(model, jnp.dtype(config.dtype)))
+    if name.startswith("random:"):
+        params = random_params(specs, _RANDOM_SEED)
+    else:
+        params = load_hf.load_params(folder, specs)
+    return settings, config, model, graph, params, tokenizer
+
+
+class Engine:
+    """A loaded model ready to serve; see `load`.
+
+    Everything is served by one loop: a `generate` called while a `stream` is half read moves both.
+    Sampling parameters are those of the settings, replaced by `sampling` if given, then by
+    keywords. After a failed, interrupted or abandoned call the next one runs as on a fresh engine.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        config: Config,
+        model: ModelConfig,
+        graph: Any,
+        params: Any,
+        tokenizer: Tokenizer,
+        hook: LogitsHook | None = None,
+    ):
+        self.settings, self.config, self.model = settings, config, model
+        self.tokenizer = tokenizer
+        self.loop = EngineLoop(config, model, graph, params, tokenizer, hook)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        **overrides: Any,
+    ) -> Result | list[Result]:
+        """Completes one prompt, or several as a batch.
+
+        Args:
+          prompts: text or token ids, or a list of them. Text gets exactly one BOS; control tokens
+            spelled in it count as such. Ids are used as they are.
+          sampling: replaces the configured sampling parameters.
+          progress: show a bar on a terminal.
+          **overrides: single sampling parameters, e.g. `temperature=0, max_tokens=100, n=2`.
+
+        Returns:
+          A `Result`, or a list of them in the order of the prompts.
+        """
+        params = self._params(sampling, overrides)
+        if _is_single(prompts):
+            return self._run([(self._ids(prompts), params, False)])[0]
+        jobs = [(self._ids(prompt), params, False) for prompt in prompts]
+        return self._run(jobs, progress)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        **overrides: Any,
+    ) -> Iterator[Delta]:
+        """Completes one prompt piece by piece; closing the iterator stops the work."""
+        params = self._params(sampling, overrides)
+        return self._stream(self._ids(prompt), params, is_chat=False)
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling: SamplingParams | None = None,
+        *,
+        thinking: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **overrides: Any,
+    ) -> Result:
+        """Answers a conversation.
+
+        Args:
+          messages: `{"role": "user", "content": "..."}` and so on. Content cannot produce control
+            tokens, whatever it spells.
+          sampling: replaces the configured sampling parameters.
+          thinking: let the model think first; the result's `thought` holds what it thought.
+          tools: JSON schemas of functions the model may call.
+          **overrides: single sampling parameters.
+        """
+        params = self._params(sampling, overrides)
+        ids = self.tokenizer.encode_chat(messages, thinking=thinking, tools=tools)
+        return self._run([(ids, params, True)])[0]
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling: SamplingParams | None = None,
+        *,
+        thinking: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **overrides: Any,
+    ) -> Iterator[Delta]:
+        """`chat` piece by piece: each delta has the `thought` and the `text` that became final."""
+        params = self._params(sampling, overrides)
+        ids = self.tokenizer.encode_chat(messages, thinking=thinking, tools=tools)
+        return self._stream(ids, params, is_chat=True)
+
+    def score(self, tokens: Prompt, num_top: int = 0) -> list[TokenInfo | None]:
+        """The model's log-probability of each token given those before it; None for the first.
+
+        Args:
+          tokens: text (BOS is added) or token ids.
+          num_top: also the most probable alternatives at each place.
+        """
+        return self.loop.score_ids(self._ids(tokens), num_top)
+
+    def warm_up(self) -> None:
+        """Compiles every step now instead of at its first use."""
+        self.loop.warm_up()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, sizes in bytes, compilations."""
+        return self.loop.stats()
+
+    def _params(self, sampling: SamplingParams | None, overrides: Mapping) -> SamplingParams:
+        return sampling_from(sampling or self.config.sampling, **overrides)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, Iterable):
+            ids = list(prompt)
+            if all(hasattr(i, "__index__") and not isinstance(i, bool) for i in ids):
+                return [int(i) for i in ids]
+        raise ValueError(f"prompt: {prompt!r} is neither text nor a list of token ids")
+
+    def _run(self, jobs: Sequence[tuple], progress: bool = False) -> list[Result]:
+        waiting, requests = deque(jobs), []
+        bar = tqdm(total=len(jobs), unit="prompt", disable=None if progress else True)
+        try:
+            with bar:
+                while waiting or not all(request.is_finished for request in requests):
+                    # The queue is bounded; a batch of any size feeds it as it drains.
+                    while waiting and (waiting[0][1].n <= self.loop.room or self.loop.is_idle):
+                        ids, params, is_chat = waiting.popleft()
+                        requests.append(self.loop.submit(ids, params, is_chat))
+                    self.loop.step()
+                    bar.update(sum(r.is_finished for r in requests) - bar.n)
+        finally:
+            for request in requests:
+                if not request.is_finished:
+                    self.loop.cancel(request)
+        return [request.result() for request in requests]
+
+    def _stream(self, ids: list[int], params: SamplingParams, is_chat: bool) -> Iterator[Delta]:
+        if params.n != 1:
+            raise ValueError(f"sampling.n: {params.n} samples cannot be streamed, only 1")
+        request = self.loop.submit(ids, params, is_chat)
+        return self._follow(request)
+
+    def _follow(self, request: Request) -> Iterator[Delta]:
+        deltas = request.samples[0].deltas
+        try:
+            while deltas or not request.is_finished:
+                while not deltas:
+                    self.loop.step()
+                yield deltas.popleft()
+        finally:
+            self.loop.cancel(request)
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompt: {prompts!r} is neither text nor a list of token ids")
+    return any(hasattr(item, "__index__") for item in list(prompts)[:1])

@@ -1,0 +1,397 @@
+"""The loop: admit, prefill, decode, deliver, release.
+
+The engine is the only holder of mutable state. One call of `step` admits what fits, runs one
+decode step for all slots, and delivers the tokens of the step before: the next step is dispatched
+before the last one's tokens are read, and what was computed past a stop is dropped.
+
+If a step raises or is interrupted after its donated state was consumed, the state is built anew and
+the samples that were running are prefilled again from the ids they have, which changes none of
+their tokens: a draw depends on seed, sample and position alone.
+"""
+
+import contextlib
+import dataclasses
+import secrets
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from carat_jax.cache import bank as banks
+from carat_jax.config import Config, SamplingParams, sampling_from
+from carat_jax.decoding.sampling import LogitsHook
+from carat_jax.decoding.steps import (
+    DecodeState,
+    Drawn,
+    SamplerKind,
+    Steps,
+    build_steps,
+    empty_state,
+)
+from carat_jax.engine.compile_counter import num_compilations
+from carat_jax.engine.request import Request, Sample, TokenInfo
+from carat_jax.engine.scheduler import Admission, Scheduler
+from carat_jax.engine.tokenizer import Tokenizer
+from carat_jax.families import ModelConfig
+
+# Alternatives a sampler with log-probabilities returns, at most.
+MAX_TOP_LOGPROBS = 20
+# Steps dispatched before the oldest one's tokens are read.
+_RUN_AHEAD = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A dispatched step whose tokens were not read yet, and whom its rows belong to."""
+
+    drawn: Drawn
+    samples: Mapping[int, Sample]
+
+
+class EngineLoop:
+    """Runs requests on one model; `engine.api.Engine` is this with a friendly face.
+
+    Args:
+      config: all settings.
+      model: the model's facts.
+      graph, params: the model, split.
+      tokenizer: for texts, end tokens and suppressed tokens.
+      hook: a function on the logits, compiled into the samplers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        graph: nnx.GraphDef,
+        params: Any,
+        tokenizer: Tokenizer,
+        hook: LogitsHook | None = None,
+    ):
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.max_context = _max_context(config, model)
+        self._params = params
+        self._num_top = min(MAX_TOP_LOGPROBS, model.vocab_size)
+        suppressed = [i for i in tokenizer.suppress_ids if i < model.vocab_size]
+        self._base_bias = np.zeros(model.vocab_size, np.float32)
+        self._base_bias[suppressed] = -np.inf
+        self._steps: Steps = build_steps(graph, self._num_top, jnp.asarray(self._base_bias), hook)
+        self._scheduler = Scheduler(config.engine.max_batch, config.engine.max_queue)
+        self._flights: deque[_Flight] = deque()
+        self._state: DecodeState = self._new_state()
+        self._counts = dict.fromkeys(
+            ("requests", "prompt_tokens", "generated_tokens", "prefills", "steps", "restarts"), 0
+        )
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, is_chat: bool = False
+    ) -> Request:
+        """Queues a prompt.
+
+        Raises:
+          ValueError: the prompt or the parameters cannot be served, or the queue is full.
+        """
+        self._check_ids("prompt", prompt_ids)
+        self._check(prompt_ids, params)
+        room = self.max_context - len(prompt_ids)
+        request = Request(
+            prompt_ids,
+            params,
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            budget=min(params.max_tokens, room),
+            end_ids=self._end_ids(params),
+            tokenizer=self.tokenizer,
+            is_chat=is_chat,
+        )
+        self._scheduler.submit(request.samples)
+        self._counts["requests"] += 1
+        self._counts["prompt_tokens"] += len(prompt_ids)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends what is left of a request; its slots are free for the next one."""
+        for sample in request.samples:
+            sample.cancel()
+        self._scheduler.drop_finished()
+        with self._guarded():
+            self._release_finished()
+
+    @property
+    def room(self) -> int:
+        """Samples that `submit` would take now."""
+        return self._scheduler.room()
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        if len(prompt_ids) >= self.max_context:
+            raise ValueError(
+                f"prompt: {len(prompt_ids)} tokens leave no room for an answer in a context of "
+                f"{self.max_context}; shorten it or raise engine.max_context"
+            )
+        self._check_num_top(params.logprobs)
+        ids = (*params.stop_token_ids, *(i for i, _ in params.logit_bias))
+        if outside := [i for i in ids if i >= self.model.vocab_size]:
+            raise ValueError(
+                f"sampling: token id {outside[0]} is outside the vocabulary of "
+                f"{self.model.vocab_size}"
+            )
+
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        if not len(ids):
+            raise ValueError(f"{what}: no token ids; it takes at least one, BOS")
+        if bad := [i for i in ids if not 0 <= i < self.model.vocab_size]:
+            raise ValueError(
+                f"{what}: id {bad[0]} is outside the vocabulary of {self.model.vocab_size}"
+            )
+
+    def _check_num_top(self, num_top: int | None) -> None:
+        if num_top is not None and not 0 <= num_top <= self._num_top:
+            raise ValueError(f"sampling.logprobs: {num_top} is not from 0 to {self._num_top}")
+
+    def _end_ids(self, params: SamplingParams) -> frozenset[int]:
+        own = () if params.ignore_eos else self.tokenizer.eos_ids
+        return frozenset((*own, *params.stop_token_ids))
+
+    # ---- the loop ----------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits, runs or is in flight."""
+        return not (self._scheduler.num_waiting or self._scheduler.running or self._flights)
+
+    def step(self) -> None:
+        """Moves every request on by about one token."""
+        with self._guarded():
+            while (admission := self._scheduler.admit()) is not None:
+                self._start(admission)
+            running = self._scheduler.running
+            dispatched = any(sample.wants_more for sample in running.values())
+            if dispatched:
+                self._decode()
+            while len(self._flights) > (_RUN_AHEAD if dispatched else 0):
+                self._deliver(self._flights.popleft())
+            self._release_finished()
+
+    def _start(self, admission: Admission) -> None:
+        """Prefills a prompt once and gives every sample its copy and its first token."""
+        slot, request = admission.slots[0], admission.samples[0].request
+        request.start()
+        logits = self._prefill(slot, admission.samples[0].known_ids)
+        for other in admission.slots[1:]:
+            self._state = self._steps.fork(self._state, np.int32(slot), np.int32(other))
+        for sample, own in zip(admission.samples, admission.slots, strict=True):
+            self._set_sampling(own, sample)
+            kind = _sampler_kind([sample])
+            self._state, drawn = self._steps.first(
+                self._state, logits, np.full(1, own, np.int32), kind
+            )
+            sample.num_dispatched += 1
+            self._flights.append(_Flight(drawn, {0: sample}))
+
+    def _prefill(self, slot: int, ids: Sequence[int]) -> jax.Array:
+        """Fills a free slot with `ids` in compiled chunk sizes; logits of the last id."""
+        self._counts["prefills"] += 1
+        logits = None
+        for start, size in plan_chunks(len(ids), self.config.engine.prefill_chunks):
+            chunk, num_valid = _padded(ids[start : start + size], size)
+            self._state, logits = self._steps.prefill(
+                self._params, self._state, chunk, num_valid, np.full(1, slot, np.int32)
+            )
+        return logits
+
+    def _set_sampling(self, slot: int, sample: Sample) -> None:
+        params = sample.request.params
+        row = {
+            "temperature": np.float32(params.temperature),
+            "top_k": np.int32(params.top_k),
+            "top_p": np.float32(params.top_p),
+            "min_p": np.float32(params.min_p),
+            "repetition_penalty": np.float32(params.repetition_penalty),
+            "seed": np.uint32(sample.request.seed),
+            "sample": np.int32(sample.index),
+        }
+        self._state = self._steps.admit(self._state, np.int32(slot), row)
+        if params.logit_bias or params.repetition_penalty != 1:
+            bias = np.zeros(self.model.vocab_size, np.float32)
+            for token, value in params.logit_bias:
+                bias[token] = value
+            seen = np.zeros(self.model.vocab_size, bool)
+            seen[sample.known_ids] = True
+            self._state = self._steps.set_rows(self._state, np.int32(slot), bias, seen)
+
+    def _decode(self) -> None:
+        running = dict(self._scheduler.running)
+        self._state, logits = self._steps.decode(self._params, self._state)
+        self._state, drawn = self._steps.sample(
+            self._state, logits, _sampler_kind(running.values())
+        )
+        for sample in running.values():
+            sample.num_dispatched += 1
+        self._flights.append(_Flight(drawn, running))
+        self._counts["steps"] += 1
+
+    def _deliver(self, flight: _Flight) -> None:
+        """Reads one step's tokens and hands them to the samples that still want them."""
+        drawn = jax.device_get(flight.drawn)
+        for row, sample in flight.samples.items():
+            if not sample.is_finished:
+                sample.push(int(drawn.tokens[row]), _token_info(drawn, row, sample))
+                self._counts["generated_tokens"] += 1
+
+    def _release_finished(self) -> None:
+        for slot, sample in list(self._scheduler.running.items()):
+            if sample.is_finished:
+                self._state = self._steps.release(self._state, np.int32(slot))
+                self._scheduler.release(slot)
+
+    # ---- scoring -----------------------------------------------------------------------------
+
+    def score_ids(self, ids: Sequence[int], num_top: int = 0) -> list[TokenInfo | None]:
+        """Log-probability of each id given those before it; None for the first.
+
+        They are the model's own: no bias, no suppression, no hook.
+        """
+        self._check_ids("score", ids)
+        self._check_num_top(num_top)
+        if len(ids) > self.max_context:
+            raise ValueError(
+                f"score: {len(ids)} ids do not fit engine.max_context={self.max_context}"
+            )
+        while (slot := self._scheduler.take_slot()) is None:
+            self.step()
+        scored: list[TokenInfo | None] = [None]
+        try:
+            with self._guarded():
+                for start, size in plan_chunks(len(ids), self.config.engine.prefill_chunks):
+                    chunk, num_valid = _padded(ids[start : start + size], size)
+                    targets, _ = _padded(ids[start + 1 : start + 1 + size], size)
+                    self._state, told = self._steps.score(
+                        self._params,
+                        self._state,
+                        chunk,
+                        num_valid,
+                        np.full(1, slot, np.int32),
+                        targets,
+                    )
+                    told = jax.device_get(told)
+                    scored += [_info(told, row, num_top) for row in range(int(num_valid[0]))]
+        finally:
+            with self._guarded():
+                self._state = self._steps.release(self._state, np.int32(slot))
+            self._scheduler.release(slot)
+        return scored[: len(ids)]
+
+    # ---- state -------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Compiles every declared shape, so that nothing compiles later."""
+        longest = self.max_context - 2
+        params = sampling_from(SamplingParams(temperature=0.0, max_tokens=2), ignore_eos=True)
+        for size in self.config.engine.prefill_chunks:
+            ids = [self.tokenizer.bos_id] * min(size, longest)
+            self.score_ids(ids)
+            self.run([self.submit(ids, params)])
+        kinds = [
+            {"temperature": temperature, "logprobs": logprobs, "n": min(2, self.num_slots)}
+            for temperature in (0.0, 1.0)
+            for logprobs in (None, 0)
+        ]
+        for kind in (*kinds, {"repetition_penalty": 1.1}):
+            self.run([self.submit(ids, sampling_from(params, **kind))])
+
+    @property
+    def num_slots(self) -> int:
+        """Samples that run at once."""
+        return self.config.engine.max_batch
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Steps until these requests are finished."""
+        while not all(request.is_finished for request in requests):
+            self.step()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes."""
+        return {
+            **self._counts,
+            "waiting": self._scheduler.num_waiting,
+            "running": len(self._scheduler.running),
+            "compilations": num_compilations(),
+            "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)),
+            "cache_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.bank.layers)),
+            "device": str(jax.devices()[0].device_kind),
+        }
+
+    def _new_state(self) -> DecodeState:
+        bank = banks.empty_bank(
+            self.model,
+            self.num_slots,
+            self.max_context,
+            self.config.decode.draft_len + 1,
+            jnp.dtype(self.config.dtype),
+        )
+        return empty_state(bank, self.model.vocab_size)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Leaves a usable state behind whatever happens inside, Ctrl-C included."""
+        try:
+            yield
+        except BaseException:
+            self._flights.clear()
+            self._state = None  # what is left of it must not double the memory
+            self._state = self._new_state()
+            self._scheduler.restart()
+            self._counts["restarts"] += 1
+            raise
+
+
+def plan_chunks(length: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Cuts `length` positions into `(start, size)` chunks of the compiled `sizes` (ascending).
+
+    As many of the largest as fit whole, then the smallest that holds the rest.
+    """
+    largest = sizes[-1]
+    chunks = [(start, largest) for start in range(0, length - largest + 1, largest)]
+    done = len(chunks) * largest
+    if done < length:
+        chunks.append((done, next(size for size in sizes if size >= length - done)))
+    return chunks
+
+
+def _padded(ids: Sequence[int], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """`ids` as a row of `size` tokens, and how many of them are real."""
+    row = np.zeros((1, size), np.int32)
+    row[0, : len(ids)] = ids
+    return row, np.full(1, len(ids), np.int32)
+
+
+def _sampler_kind(samples) -> SamplerKind:
+    params = [sample.request.params for sample in samples]
+    return SamplerKind(
+        draws=any(p.temperature > 0 or p.repetition_penalty != 1 for p in params),
+        logprobs=any(p.logprobs is not None for p in params),
+    )
+
+
+def _token_info(drawn: Drawn, row: int, sample: Sample) -> TokenInfo | None:
+    num_top = sample.request.params.logprobs
+    return None if num_top is None else _info(drawn, row, num_top)
+
+
+def _info(drawn: Drawn, row: int, num_top: int) -> TokenInfo:
+    top = zip(drawn.top_ids[row, :num_top], drawn.top_logprobs[row, :num_top], strict=True)
+    return TokenInfo(float(drawn.logprobs[row]), tuple((int(i), float(p)) for i, p in top))
+
+
+def _max_context(config: Config, model: ModelConfig) -> int:
+    limit, asked = model.max_position_embeddings, config.engine.max_context
+    if asked is None:
+        return min(limit, 8192)
+    if asked > limit:
+        raise ValueError(f"engine.max_context: {asked} is above the model's own limit of {limit}")
+    return asked
