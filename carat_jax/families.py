@@ -289,8 +289,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     values.setdefault("final_logit_softcapping", None)
     values.update(_rope(text.get("rope_parameters")))
     values.update(_global_layers(text, values["layer_types"]))
-    eos = text.get("eos_token_id", 1)
-    values["eos_token_id"] = tuple(eos) if isinstance(eos, list) else (eos,)
+    eos = text.get("eos_token_id")
+    values["eos_token_id"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     known = _PLAIN | _IGNORED | set(_FIXED) | {"layer_types", "global_head_dim", "eos_token_id"}
     known |= {"rope_parameters", "per_layer_config"}
     if unknown := sorted(set(text) - known):
@@ -311,6 +311,8 @@ def _rope(parameters: Mapping[str, Any] | None) -> dict[str, float]:
                 f"config.json: rope_parameters.{name}.rope_type={section['rope_type']!r} "
                 f"is not supported, only {kind!r}"
             )
+        if section.get("rope_theta") is None:
+            raise ValueError(f"config.json: rope_parameters.{name}: missing rope_theta")
     return {
         "sliding_rope_theta": float(sliding["rope_theta"]),
         "full_rope_theta": float(full["rope_theta"]),

@@ -121,13 +121,14 @@ def copy(bank: CacheBank, src: Int[Array, ""], dst: Int[Array, ""]) -> CacheBank
 
 
 def rollback(bank: CacheBank, slot: int, length: int, held: int) -> CacheBank:
-    """Cuts slot `slot` from `held` positions back to `length`.
+    """Cuts slot `slot`, which was written up to `held`, back to `length` positions.
 
     Args:
       bank: the bank.
       slot: which slot.
       length: positions to keep.
-      held: positions the slot holds, which the caller knows without asking the device.
+      held: one past the furthest position written since the slot was filled, which the caller
+        knows without asking the device. After an earlier rollback that is still the old end.
 
     Raises:
       ValueError: beyond what a ring keeps, or forward.

@@ -29,6 +29,7 @@ from carat_jax.numerics.layers import (
     rope_frequencies,
     rope_tables,
     rotate,
+    scale,
     soft_cap,
     tied_head,
 )
@@ -253,9 +254,10 @@ class PerLayerEmbedding(nnx.Module):
         shape = (*tokens.shape, self.num_layers, self.width)
         table = self.embed_tokens_per_layer.get_value()
         token_part = embed(tokens, table, math.sqrt(self.width)).reshape(shape)
-        projected = linear(x, self.per_layer_model_projection.get_value()) * self.context_scale
+        projected = linear(x, self.per_layer_model_projection.get_value())
+        projected = scale(projected, self.context_scale)
         context_part = self.per_layer_projection_norm(projected.reshape(shape))
-        return (context_part + token_part) * 2**-0.5
+        return scale(context_part + token_part, 2**-0.5)
 
 
 class Gemma4(nnx.Module):

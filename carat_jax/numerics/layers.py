@@ -89,9 +89,14 @@ def linear(x: Float[Array, "..."], weight: Float[Array, "..."], num_in: int = 1)
     return out.reshape(*lead, *out_shape)
 
 
-def embed(tokens: Int[Array, "B T"], table: Float[Array, "V D"], scale: float) -> Array:
-    """Rows of the embedding table times `scale`, which is rounded to the table's type first."""
-    return table[tokens] * jnp.asarray(scale, table.dtype)
+def embed(tokens: Int[Array, "B T"], table: Float[Array, "V D"], factor: float) -> Array:
+    """Rows of the embedding table times `factor`, which is rounded to the table's type first."""
+    return table[tokens] * jnp.asarray(factor, table.dtype)
+
+
+def scale(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """`x * factor` with one rounding: JAX by itself would first round the factor to `x`'s type."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def tied_head(hidden: Float[Array, "*rows D"], table: Float[Array, "V D"]) -> Array:
