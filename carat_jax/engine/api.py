@@ -63,18 +63,26 @@ def load(
     return Engine(*_open(wanted), hook=logits_hook)
 
 
-def _open(settings: Settings) -> tuple[Settings, Config, ModelConfig, Any, Any, Tokenizer]:
-    """Finds and reads what `settings.model` names; weights last, after everything is checked."""
+def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
+    """Finds what `settings.model` names: its folder, its facts, and the settings in effect.
+
+    The checkpoint's generation_config.json is merged below `settings`; no weights are read.
+    """
     name = settings.build().model
     if name.startswith("random:"):
-        folder, model = _TINY, FAMILIES[name.removeprefix("random:")]
-    else:
-        folder = _TINY if name == "tiny" else load_hf.find_checkpoint(name)
-        model, _ = load_hf.read_config(folder)
-        where = f"{folder / 'generation_config.json'}"
-        settings = settings.with_generation_config(load_hf.generation_config(folder), where)
+        # Random weights have no vocabulary of their own: `tiny`'s ids drive a model of any size.
+        return _TINY, FAMILIES[name.removeprefix("random:")], settings
+    folder = _TINY if name == "tiny" else load_hf.find_checkpoint(name)
+    model, _ = load_hf.read_config(folder)
+    where = f"{folder / 'generation_config.json'}"
+    merged = settings.with_generation_config(load_hf.generation_config(folder), where)
+    return folder, model, merged
+
+
+def _open(settings: Settings) -> tuple[Settings, Config, ModelConfig, Any, Any, Tokenizer]:
+    """Finds and reads what `settings.model` names; weights last, after everything is checked."""
+    folder, model, settings = locate(settings)
     config = settings.build()
-    # Random weights have no vocabulary of their own: `tiny`'s ids drive a model of any size.
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
@@ -82,7 +90,7 @@ def _open(settings: Settings) -> tuple[Settings, Config, ModelConfig, Any, Any, 
             f"the model's vocabulary is {model.vocab_size}"
         )
     graph, specs = split(Gemma4(model, jnp.dtype(config.dtype)))
-    if name.startswith("random:"):
+    if config.model.startswith("random:"):
         params = random_params(specs, _RANDOM_SEED)
     else:
         params = load_hf.load_params(folder, specs)

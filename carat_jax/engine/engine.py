@@ -97,8 +97,7 @@ class EngineLoop:
         Raises:
           ValueError: the prompt or the parameters cannot be served, or the queue is full.
         """
-        self._check_ids("prompt", prompt_ids)
-        self._check(prompt_ids, params)
+        self.check(prompt_ids, params)
         room = self.max_context - len(prompt_ids)
         request = Request(
             prompt_ids,
@@ -127,7 +126,9 @@ class EngineLoop:
         """Samples that `submit` would take now."""
         return self._scheduler.room()
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuses (ValueError) what `submit` could not serve even with an empty queue."""
+        self._check_ids("prompt", prompt_ids)
         if len(prompt_ids) >= self.max_context:
             raise ValueError(
                 f"prompt: {len(prompt_ids)} tokens leave no room for an answer in a context of "
