@@ -22,10 +22,17 @@ from tests.toys import CONFIGS, make_weights
 MAX_ROWS = 5  # a verify step of four drafts
 
 
-def place(specs, weights, used: list[str]):
-    """The parameter tree for `specs`, filled from tensors by checkpoint name; `used` collects."""
+def place_all(specs, weights) -> dict:
+    """The parameter tree for `specs`, with every tensor of `weights` used exactly once."""
+    used = []
+    params = _place(specs, weights, used)
+    assert sorted(used) == sorted(weights)
+    return params
+
+
+def _place(specs, weights, used: list[str]):
     if not isinstance(specs, ParamSpec):
-        return {key: place(node, weights, used) for key, node in specs.items()}
+        return {key: _place(node, weights, used) for key, node in specs.items()}
     out = np.full(specs.shape, np.nan, specs.dtype)
     for source in specs.tensors:
         tensor = weights[source.name]
@@ -66,7 +73,13 @@ class Toy:
             bank, out = self.steps.extend(self.params, bank, tokens, num_valid)
             for row, part in enumerate(parts):
                 logits[row].append(np.asarray(out[row, : len(part)]))
-        return bank, [np.concatenate(rows) for rows in logits]
+        nothing = np.zeros((0, self.config.vocab_size), np.float32)
+        return bank, [np.concatenate([nothing, *rows]) for rows in logits]
+
+    def reweighted(self, weights: dict) -> "Toy":
+        """The same compiled steps with other weights."""
+        params = place_all(split(Gemma4(self.config, self.dtype))[1], weights)
+        return dataclasses.replace(self, params=params, reference=Reference(self.raw, weights))
 
 
 def build(raw: dict, weights: dict | None = None, dtype=jnp.float32) -> Toy:
@@ -74,11 +87,9 @@ def build(raw: dict, weights: dict | None = None, dtype=jnp.float32) -> Toy:
     config = from_hf(raw)
     weights = make_weights(raw) if weights is None else weights
     graph, specs = split(Gemma4(config, dtype))
-    used = []
-    params = place(specs, weights, used)
-    assert sorted(used) == sorted(weights)
     steps = build_steps(graph, num_top=3, base_bias=jnp.zeros(config.vocab_size))
-    return Toy(raw, config, params, steps, Reference(raw, weights), jnp.dtype(dtype))
+    reference = Reference(raw, weights)
+    return Toy(raw, config, place_all(specs, weights), steps, reference, jnp.dtype(dtype))
 
 
 @functools.cache
