@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from carat_jax.array_types import CacheRows, Keys, Lengths, Slots, Values
-from carat_jax.numerics.attention import KeyView
+from carat_jax.cache.rows import of_slots, write_rows
+from carat_jax.numerics.attention import LinearView, linear_positions
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
@@ -33,24 +34,23 @@ class LinearCache:
         v: Values,
         starts: Lengths,
         num_valid: Lengths,
-        slots: Slots,
+        slots: Slots | None,
         window: int | None,
-    ) -> tuple["LinearCache", KeyView]:
+    ) -> tuple["LinearCache", LinearView]:
         """Appends rows at positions `starts + t`; arguments as in `RingCache.extend`.
 
         A row at or past the capacity is not written: nothing is ever shifted to make it fit.
         """
         del window
-        row = jnp.arange(k.shape[1])
-        position = starts[:, None] + row
-        lands = (row < num_valid[:, None]) & (position < self.capacity)
-        index = jnp.where(lands, position, self.capacity + row)
+        position = starts[:, None] + jnp.arange(k.shape[1])
+        lands = jnp.arange(k.shape[1]) < num_valid[:, None]
         written = LinearCache(
-            *(
-                cache.at[slots[:, None], :, index].set(new, mode="drop", unique_indices=True)
-                for cache, new in ((self.k, k), (self.v, v))
-            )
+            write_rows(self.k, k, position, lands, slots),
+            write_rows(self.v, v, position, lands, slots),
         )
-        slot = jnp.arange(self.capacity)
-        held = jnp.where(slot < (starts + num_valid)[:, None], slot, -1)
-        return written, KeyView(written.k[slots], written.v[slots], held)
+        return written, written.view(starts + num_valid, slots)
+
+    def view(self, ends: Lengths, slots: Slots | None) -> LinearView:
+        """What queries see when `slots` hold `ends` positions."""
+        k, v = of_slots(self.k, slots), of_slots(self.v, slots)
+        return LinearView(k, v, linear_positions(ends, self.capacity), ends)

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from carat_jax.array_types import Array, CacheRows, Int, Keys, Lengths, Slots, Values
-from carat_jax.numerics.attention import KeyView
+from carat_jax.cache.rows import of_slots, write_rows
+from carat_jax.numerics.attention import ChunkView, KeyView, RingView, ring_positions
 
 
 def ring_capacity(window: int, max_rows: int, block: int = 1) -> int:
@@ -28,12 +29,6 @@ def ring_capacity(window: int, max_rows: int, block: int = 1) -> int:
     A verify step of M drafts has M + 1 rows. The result is a multiple of `block`.
     """
     return -(-(window + max_rows) // block) * block
-
-
-def ring_positions(ends: Lengths, capacity: int) -> Int[Array, "B C"]:
-    """The absolute position each slot holds after `ends` positions; negative if none."""
-    newest = ends[:, None] - 1
-    return newest - (newest - jnp.arange(capacity)) % capacity
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
@@ -50,7 +45,13 @@ class RingCache:
         return self.k.shape[2]
 
     def extend(
-        self, k: Keys, v: Values, starts: Lengths, num_valid: Lengths, slots: Slots, window: int
+        self,
+        k: Keys,
+        v: Values,
+        starts: Lengths,
+        num_valid: Lengths,
+        slots: Slots | None,
+        window: int,
     ) -> tuple["RingCache", KeyView]:
         """Adds rows at positions `starts + t` and shows what their queries may look at.
 
@@ -58,37 +59,43 @@ class RingCache:
           k, v: new rows, `[b, T, K, H]` for the `b` cache slots named in `slots`.
           starts: positions already in each of those slots, `[b]`.
           num_valid: how many of the T rows are real, `[b]`; the others are not written.
-          slots: the cache slot each row of the step belongs to, `[b]`.
+          slots: the cache slot each row of the step belongs to, `[b]`; None is all B in order.
           window: W of the layer.
 
         Returns:
           The new cache, and the view for the queries of these rows.
         """
-        num_rows, ends = k.shape[1], starts + num_valid
+        num_rows = k.shape[1]
         rows = starts[:, None] + jnp.arange(num_rows)
+        written = self._write(k, v, rows, num_valid, slots)
         if num_rows <= self.capacity - window + 1:
-            written = self._write(k, v, rows, num_valid, slots)
-            view = KeyView(written.k[slots], written.v[slots], ring_positions(ends, self.capacity))
-            return written, view
+            return written, written.view(starts + num_valid, slots)
+        before = self.view(starts, slots)
         real = jnp.arange(num_rows) < num_valid[:, None]
-        before = ring_positions(starts, self.capacity)
-        view = KeyView(
-            jnp.concatenate([self.k[slots], jnp.swapaxes(k, 1, 2)], axis=2),
-            jnp.concatenate([self.v[slots], jnp.swapaxes(v, 1, 2)], axis=2),
-            jnp.concatenate([before, jnp.where(real, rows, -1)], axis=1),
+        return written, ChunkView(
+            k=jnp.concatenate([before.k, jnp.swapaxes(k, 1, 2)], axis=2),
+            v=jnp.concatenate([before.v, jnp.swapaxes(v, 1, 2)], axis=2),
+            positions=jnp.concatenate([before.positions, jnp.where(real, rows, -1)], axis=1),
+            num_ring=self.capacity,
         )
-        return self._write(k, v, rows, num_valid, slots), view
+
+    def view(self, ends: Lengths, slots: Slots | None) -> RingView:
+        """What queries see after `ends` positions were written to `slots`."""
+        k, v = of_slots(self.k, slots), of_slots(self.v, slots)
+        return RingView(k, v, ring_positions(ends, self.capacity), ends)
 
     def _write(
-        self, k: Keys, v: Values, rows: Int[Array, "b T"], num_valid: Lengths, slots: Slots
+        self,
+        k: Keys,
+        v: Values,
+        rows: Int[Array, "b T"],
+        num_valid: Lengths,
+        slots: Slots | None,
     ) -> "RingCache":
         row = jnp.arange(rows.shape[1])
+        # Of a chunk longer than the ring only the last C rows land.
         lands = (row < num_valid[:, None]) & (row >= num_valid[:, None] - self.capacity)
-        # Rows that do not land get distinct indices past the end, which the scatter drops.
-        index = jnp.where(lands, rows % self.capacity, self.capacity + row)
+        index = rows % self.capacity
         return RingCache(
-            *(
-                cache.at[slots[:, None], :, index].set(new, mode="drop", unique_indices=True)
-                for cache, new in ((self.k, k), (self.v, v))
-            )
+            write_rows(self.k, k, index, lands, slots), write_rows(self.v, v, index, lands, slots)
         )

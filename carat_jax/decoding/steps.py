@@ -124,7 +124,7 @@ def build_steps(
         params: Any, bank: CacheBank, tokens: Tokens, num_valid: Lengths
     ) -> tuple[CacheBank, Float[Array, "B T V"]]:
         model = merge(graph, params)
-        hidden, bank = model(tokens, bank, num_valid, jnp.arange(bank.num_slots))
+        hidden, bank = model(tokens, bank, num_valid)
         return bank, model.logits(hidden)
 
     def decode(params: Any, state: DecodeState) -> tuple[DecodeState, Float[Array, "B V"]]:

@@ -20,7 +20,7 @@ from carat_jax.array_types import Array, Float, Hidden, Int, Lengths, Slots, Tok
 from carat_jax.cache.bank import CacheBank
 from carat_jax.families import LayerSpec, ModelConfig
 from carat_jax.model.params import TensorSource, matrix, param, vector
-from carat_jax.numerics.attention import KeyView, attend
+from carat_jax.numerics.attention import PLAIN, AttentionOptions, KeyView, attend
 from carat_jax.numerics.layers import (
     embed,
     gelu_gate,
@@ -44,7 +44,8 @@ class StepContext:
 
     starts: Lengths
     num_valid: Lengths
-    slots: Slots
+    slots: Slots | None
+    options: AttentionOptions
     positions: Int[Array, "B T"]
     rope: dict[bool, tuple[Array, Array]]
     caches: dict
@@ -131,7 +132,8 @@ class Attention(nnx.Module):
                 )
         with jax.named_scope("attend"):
             heads = q.reshape(*q.shape[:2], -1, spec.head_dim)
-            out = attend(heads, step.positions, step.views[spec.kv_owner], spec.window)
+            view = step.views[spec.kv_owner]
+            out = attend(heads, step.positions, view, spec.window, step.options)
         with jax.named_scope("o"):
             return linear(out.reshape(q.shape), self.o_proj.get_value(), num_in=3)
 
@@ -164,9 +166,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Hidden) -> Hidden:
         """Applies the MLP row by row."""
-        return linear(
-            gelu_gate(linear(x, self.gate_up_proj.get_value())), self.down_proj.get_value()
-        )
+        gate_up = linear(x, self.gate_up_proj.get_value())
+        gated = gelu_gate(gate_up[..., 0, :], gate_up[..., 1, :])
+        return linear(gated, self.down_proj.get_value())
 
 
 class PerLayerInput(nnx.Module):
@@ -190,7 +192,7 @@ class PerLayerInput(nnx.Module):
 
     def __call__(self, x: Hidden, inputs: Float[Array, "B T P"]) -> Hidden:
         """What to add to the residual `x` for this layer's `inputs`."""
-        gated = jax.nn.gelu(linear(x, self.gate.get_value()), approximate=True) * inputs
+        gated = gelu_gate(linear(x, self.gate.get_value()), inputs)
         return self.norm(linear(gated, self.projection.get_value()))
 
 
@@ -294,7 +296,12 @@ class Gemma4(nnx.Module):
         self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, dtype)
 
     def __call__(
-        self, tokens: Tokens, bank: CacheBank, num_valid: Lengths, slots: Slots
+        self,
+        tokens: Tokens,
+        bank: CacheBank,
+        num_valid: Lengths,
+        slots: Slots | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> tuple[Hidden, CacheBank]:
         """Runs T new positions of some slots through the model.
 
@@ -302,18 +309,22 @@ class Gemma4(nnx.Module):
           tokens: ids at positions `lengths + t` of each slot, `[b, T]`.
           bank: all caches.
           num_valid: real rows of each slot, `[b]`; 0 leaves a slot as it is.
-          slots: which cache slot each row of `tokens` belongs to, `[b]`, all different.
+          slots: which cache slot each row of `tokens` belongs to, `[b]`, all different; None is all
+            slots in order, which spares a copy of the caches.
+          options: how attention is computed.
 
         Returns:
           Final-normed hidden states `[b, T, D]` (rows past `num_valid` mean nothing), and the bank
           with the rows added and the lengths moved on.
         """
-        config, starts = self.config, bank.lengths[slots]
+        config = self.config
+        starts = bank.lengths if slots is None else bank.lengths[slots]
         positions = starts[:, None] + jnp.arange(tokens.shape[1])
         step = StepContext(
             starts=starts,
             num_valid=num_valid,
             slots=slots,
+            options=options,
             positions=positions,
             rope={
                 layer.is_sliding: rope_tables(positions, _frequencies(config, layer))
@@ -329,7 +340,7 @@ class Gemma4(nnx.Module):
             with jax.named_scope(f"layer_{index}"):
                 inputs = None if per_layer is None else per_layer[:, :, index]
                 x = layer(x, inputs, step)
-        lengths = bank.lengths.at[slots].add(num_valid)
+        lengths = starts + num_valid if slots is None else bank.lengths.at[slots].add(num_valid)
         return self.norm(x), dataclasses.replace(bank, layers=step.caches, lengths=lengths)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:

@@ -4,7 +4,9 @@ Key j is visible to query i iff 0 <= i - j < window, positions absolute, window 
 global layer. A cache entry that holds nothing has a negative position and is visible to nobody;
 what memory such an entry contains (zeros, old rows, NaN) never reaches a result.
 
-`KeyView` is what a layer's queries may look at. Layers that share a cache share the view.
+A view is what the queries of one step may look at on one layer. Layers that share a cache share
+the view. `attend` is plain JAX over any view; a view with a kernel of its own goes through that
+where `AttentionOptions` say so.
 """
 
 import dataclasses
@@ -13,7 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from carat_jax.array_types import Array, Bool, CacheRows, Float, Int, Positions, Queries
+from carat_jax.array_types import (
+    Array,
+    Bool,
+    CacheRows,
+    Float,
+    Int,
+    Lengths,
+    Positions,
+    Queries,
+)
 from carat_jax.numerics.layers import precision
 
 # Scores held at once, in elements: above this the queries are taken in blocks (1 GiB of float32).
@@ -21,8 +32,29 @@ _MAX_SCORES = 2**28
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """How attention is computed, static: every choice is another executable, none another result.
+
+    Attributes:
+      impl: "xla", or "triton" / "interpret" for the Pallas kernels.
+      is_fused: one kernel a layer instead of scores, softmax and values one after the other.
+      group_heads: query heads of one KV head form one matrix.
+      num_keys: keys a global layer's three separate stages look at; None looks at the whole cache.
+    """
+
+    impl: str = "xla"
+    is_fused: bool = True
+    group_heads: bool = True
+    num_keys: int | None = None
+
+
+# Plain JAX, grouped, over whole caches.
+PLAIN = AttentionOptions()
+
+
+@dataclasses.dataclass(frozen=True)
 class KeyView:
-    """Keys and values as the queries of one step see them.
+    """Keys and values with the position of each.
 
     Attributes:
       k: keys, rotated and normed, `[B, K, S, H]`.
@@ -34,6 +66,43 @@ class KeyView:
     v: CacheRows
     positions: Int[Array, "B S"]
 
+    def scores(self, q: Float[Array, "B T K G H"], num_keys: int) -> Float[Array, "B K G T S"]:
+        """Unscaled float32 scores of grouped queries against the first `num_keys` entries."""
+        return _dot("btkgh,bksh->bkgts", q, self.k[:, :, :num_keys])
+
+
+@dataclasses.dataclass(frozen=True)
+class RingView(KeyView):
+    """A whole ring `[B, K, C, H]` after `ends` positions were written."""
+
+    ends: Lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearView(KeyView):
+    """A linear cache `[B, K, S, H]` that holds positions 0 to `ends - 1`."""
+
+    ends: Lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkView(KeyView):
+    """A ring as it was before a chunk, followed by the chunk's own rows."""
+
+    num_ring: int
+
+
+def ring_positions(ends: Lengths, capacity: int) -> Int[Array, "B C"]:
+    """The absolute position each slot of a ring holds after `ends` positions; negative if none."""
+    newest = ends[:, None] - 1
+    return newest - (newest - jnp.arange(capacity)) % capacity
+
+
+def linear_positions(ends: Lengths, capacity: int) -> Int[Array, "B S"]:
+    """The absolute position each slot of a linear cache holds; negative past `ends`."""
+    slot = jnp.arange(capacity)
+    return jnp.where(slot < ends[:, None], slot, -1)
+
 
 def visible(
     query_pos: Positions, key_pos: Int[Array, "B S"], window: int | None
@@ -44,58 +113,69 @@ def visible(
     return seen if window is None else seen & (distance < window)
 
 
-def attend(q: Queries, query_pos: Positions, view: KeyView, window: int | None) -> Queries:
+def attend(
+    q: Queries,
+    query_pos: Positions,
+    view: KeyView,
+    window: int | None,
+    options: AttentionOptions = PLAIN,
+) -> Queries:
     """Softmax attention with unscaled scores; query head n reads KV head n // (N / K).
 
     Scores and softmax are float32; probabilities are rounded to the values' type, as in
     transformers. A query that sees nothing gets zeros.
     """
-    num_slots, num_queries, num_heads, _ = q.shape
-    block = max(1, _MAX_SCORES // (num_slots * num_heads * view.k.shape[2]))
+    num_keys = view.v.shape[2]
+    if options.num_keys is not None and isinstance(view, LinearView) and window is None:
+        num_keys = min(num_keys, options.num_keys)
     # 0 * NaN is NaN: values nobody may see are cleared, not only given probability zero.
-    v = jnp.where((view.positions >= 0)[:, None, :, None], view.v, 0)
-    if block >= num_queries:
-        return _attend_block(q, visible(query_pos, view.positions, window), view.k, v)
-    pad = -num_queries % block
-    blocks = jax.tree.map(
-        lambda x: jnp.moveaxis(
-            jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)).reshape(
-                num_slots, -1, block, *x.shape[2:]
-            ),
-            1,
-            0,
-        ),
-        (q, query_pos),
-    )
-    out = lax.map(
-        lambda b: _attend_block(b[0], visible(b[1], view.positions, window), view.k, v), blocks
-    )
-    return jnp.moveaxis(out, 0, 1).reshape(num_slots, -1, *q.shape[2:])[:, :num_queries]
+    key_pos = view.positions[:, :num_keys]
+    v = jnp.where((key_pos >= 0)[:, None, :, None], view.v[:, :, :num_keys], 0)
+    grouped = q.reshape(*q.shape[:2], v.shape[1], -1, q.shape[-1])
+
+    def block(q: Array, query_pos: Array) -> Array:
+        mask = visible(query_pos, key_pos, window)[:, None, None]
+        if options.group_heads:
+            return _stages(view.scores(q, num_keys), mask, v, q.dtype)
+        # The baseline: the products of each query head by themselves.
+        heads = [
+            _stages(view.scores(q[:, :, :, g : g + 1], num_keys), mask, v, q.dtype)
+            for g in range(q.shape[3])
+        ]
+        return jnp.concatenate(heads, axis=3)
+
+    out = _by_blocks(block, grouped, query_pos, _MAX_SCORES // (num_keys * q.shape[2]))
+    return out.reshape(q.shape)
 
 
-def _attend_block(
-    q: Queries, mask: Bool[Array, "B T S"], k: CacheRows, v: CacheRows
-) -> Float[Array, "B T N H"]:
-    num_slots, num_queries, num_heads, head_dim = q.shape
-    grouped = q.reshape(num_slots, num_queries, k.shape[1], -1, head_dim)
-    scores = jnp.einsum(
-        "btkgh,bksh->bkgts",
-        grouped,
-        k,
-        precision=precision(q.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    mask = mask[:, None, None]
+def _stages(scores: Array, mask: Array, v: Array, dtype: jnp.dtype) -> Array:
+    """Softmax over the visible scores, and its product with the values: `[B, T, K, G, H]`."""
     scores = jnp.where(mask, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     probs = (weights / jnp.where(total > 0, total, 1)).astype(v.dtype)
-    out = jnp.einsum(
-        "bkgts,bksh->btkgh",
-        probs,
-        v,
-        precision=precision(q.dtype),
-        preferred_element_type=jnp.float32,
+    return _dot("bkgts,bksh->btkgh", probs, v).astype(dtype)
+
+
+def _dot(subscripts: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(
+        subscripts, a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32
     )
-    return out.reshape(num_slots, num_queries, num_heads, head_dim).astype(q.dtype)
+
+
+def _by_blocks(function, q: Array, query_pos: Array, max_rows: int) -> Array:
+    """`function` over blocks of queries whose rows (all slots together) stay within `max_rows`."""
+    num_slots, num_queries = query_pos.shape
+    size = max(1, max_rows // num_slots)
+    if size >= num_queries:
+        return function(q, query_pos)
+    pad = -num_queries % size
+
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(num_slots, -1, size, *x.shape[2:]), 1, 0)
+
+    out = lax.map(lambda block: function(*block), jax.tree.map(cut, (q, query_pos)))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(num_slots, -1, *out.shape[3:])[:, :num_queries]
