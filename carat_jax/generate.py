@@ -1,0 +1,239 @@
+"""The command: `python -m carat_jax.generate --config configs/tiny.yaml --prompt "..."`.
+
+Generated text alone goes to stdout (or to --output), everything else to stderr. Exit codes: 0 done,
+2 for input that cannot be used (one line that starts with `error:`), 130 after Ctrl-C, which leaves
+what was produced until then. All input is checked before the first token is generated.
+
+Prompt files: `.jsonl` has one object a line, {"prompt": "..."} or {"messages": [...]}, optionally
+with any sampling parameter ("temperature": 0.2), "tools", and an "id" that is passed through.
+In any other file each line that is not blank is a prompt.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import flags
+from tqdm import tqdm
+
+import carat_jax
+from carat_jax.config import SamplingParams, read_settings, sampling_from
+from carat_jax.prompt_files import Job, JsonSink, TextSink, open_output, read_prompts
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def _flags() -> flags.FlagValues:
+    known = flags.FlagValues()
+    own = {"flag_values": known}
+    flags.DEFINE_string("config", None, "YAML file of settings, e.g. configs/tiny.yaml.", **own)
+    flags.DEFINE_multi_string("set", [], "A setting, e.g. sampling.top_k=5; repeatable.", **own)
+    flags.DEFINE_string("model", None, "Shorthand of --set model=..., before any --set.", **own)
+    flags.DEFINE_multi_string("prompt", [], "Text to complete; repeatable.", **own)
+    flags.DEFINE_string("prompt_file", None, "Prompts: .jsonl, or text with one a line.", **own)
+    flags.DEFINE_boolean(
+        "chat",
+        False,
+        "Prompts are user messages in the model's chat format. Without prompts: a conversation, "
+        "one line of stdin a turn.",
+        **own,
+    )
+    flags.DEFINE_boolean(
+        "thinking", False, "Chat models think first; --stream shows it on stderr.", **own
+    )
+    flags.DEFINE_boolean("stream", False, "Write text as it is made, prompt by prompt.", **own)
+    flags.DEFINE_string("output", None, "A .txt or .jsonl file instead of stdout.", **own)
+    flags.DEFINE_boolean("print_config", False, "Print settings and their origins; stop.", **own)
+    flags.DEFINE_boolean("help", False, "Print this.", **own)
+    return known
+
+
+class Run:
+    """Serves jobs on an engine and hands what they produce to a sink.
+
+    Args:
+      engine: from `carat_jax.load`.
+      sink: takes finished results; None if streaming shows them already.
+      thinking: whether chat models think first.
+      stream: write to stdout while generating, one prompt at a time.
+    """
+
+    def __init__(self, engine: Any, sink: TextSink | JsonSink | None, thinking: bool, stream: bool):
+        self._engine, self._sink = engine, sink
+        self._thinking, self._stream = thinking, stream
+        self.num_done = self.num_ids = 0
+
+    def prepare(self, job: Job) -> tuple[list[int], SamplingParams]:
+        """Ids and sampling parameters of a job that can be served; ValueError says why not."""
+        tokenizer = self._engine.tokenizer
+        params = sampling_from(self._engine.config.sampling, job.where, **job.sampling)
+        if self._stream and params.n != 1:
+            raise ValueError(f"{job.where}: sampling.n: {params.n} samples cannot be streamed")
+        try:
+            if job.is_chat:
+                ids = tokenizer.encode_chat(job.messages, thinking=self._thinking, tools=job.tools)
+            else:
+                ids = tokenizer.encode(job.prompt)
+            self._engine.loop.check(ids, params)
+        except ValueError as error:
+            raise ValueError(f"{job.where}: {error}") from None
+        return ids, params
+
+    def serve(self, jobs: Sequence[Job]) -> list[Any]:
+        """Runs all jobs, in the order given where they compete; their results.
+
+        After Ctrl-C the unfinished are cancelled, and what they have so far goes to the sink too.
+        """
+        loop = self._engine.loop
+        waiting = deque((job, *self.prepare(job)) for job in jobs)
+        running: dict[int, Any] = {}
+        results: dict[int, Any] = {}
+        bar = tqdm(total=len(jobs), unit="prompt", disable=self._stream or None, leave=False)
+        try:
+            with bar:
+                while waiting or running:
+                    while waiting and self._may_start(waiting[0][2].n, bool(running)):
+                        job, ids, params = waiting.popleft()
+                        if self._stream and results:
+                            print()  # a blank line between texts, as in a file of them
+                        running[len(results) + len(running)] = loop.submit(ids, params, job.is_chat)
+                    loop.step()
+                    if self._stream:
+                        _show(*running.values())
+                    for index in [i for i, request in running.items() if request.is_finished]:
+                        results[index] = self._finish(jobs[index], running.pop(index))
+                        bar.update()
+        finally:
+            for index, request in running.items():
+                loop.cancel(request)
+                if request.result().num_generated:
+                    self._finish(jobs[index], request)
+        return [results[i] for i in range(len(jobs))]
+
+    def _may_start(self, num_samples: int, is_running: bool) -> bool:
+        if self._stream:
+            return not is_running
+        return self._engine.loop.is_idle or num_samples <= self._engine.loop.room
+
+    def _finish(self, job: Job, request: Any) -> Any:
+        result = request.result()
+        self.num_done += 1
+        self.num_ids += result.num_generated
+        if self._sink is not None:
+            self._sink.write(job, result)
+        return result
+
+
+def _show(request: Any) -> None:
+    """Writes what became final of the prompt that is streamed: text out, thought to stderr."""
+    deltas = request.samples[0].deltas
+    while deltas:
+        delta = deltas.popleft()
+        print(delta.thought, end="", file=sys.stderr, flush=True)
+        print(delta.text, end="", flush=True)
+    if request.is_finished and not request.result().text.endswith("\n"):
+        print(flush=True)
+
+
+def converse(run: Run) -> None:
+    """A conversation: each line of stdin is a turn, until its end."""
+    messages: list[dict[str, str]] = []
+    for turn, line in enumerate(_lines_of_stdin()):
+        messages.append({"role": "user", "content": line})
+        (result,) = run.serve([Job(turn, f"turn {turn + 1}", messages=tuple(messages))])
+        messages.append({"role": "assistant", "content": result.text})
+
+
+def _lines_of_stdin() -> Iterator[str]:
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = input()  # not readline(): on a terminal it can be edited
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def _jobs(options: flags.FlagValues) -> list[Job]:
+    jobs = [Job(i, f"--prompt {i + 1}", prompt=text) for i, text in enumerate(options.prompt)]
+    if options.prompt_file is not None:
+        jobs += read_prompts(options.prompt_file, len(jobs))
+    if options.chat:
+        jobs = [job.as_chat() for job in jobs]
+    if not jobs and not options.chat and not options.print_config:
+        raise ValueError("nothing to do: give --prompt, --prompt_file or --chat")
+    if options.thinking and not (options.chat or any(job.is_chat for job in jobs)):
+        raise ValueError('--thinking: only conversations can think; add --chat or use "messages"')
+    return jobs
+
+
+def _generate(arguments: Sequence[str]) -> None:
+    options = _flags()
+    try:
+        extra = options(arguments)[1:]
+    except flags.Error as error:
+        raise ValueError(str(error).replace("\n", " ")) from None
+    if options["help"].value:
+        print(__doc__, options.get_help(), sep="\n")
+        return
+    if extra:
+        raise ValueError(f"{extra[0]!r} is not a flag; a prompt is given as --prompt={extra[0]!r}")
+    model = [] if options.model is None else [f"model={options.model}"]
+    settings = read_settings(options.config, [*model, *options["set"].value])
+    jobs = _jobs(options)
+    # Imported once the input is known to be good, because jax takes its time.
+    from carat_jax.engine import api
+
+    if options.print_config:
+        print(api.locate(settings)[2].describe())
+        return
+    stream = options.stream or not jobs
+    sink = None if stream and options.output is None else open_output(options.output)
+    started = time.monotonic()
+    engine = carat_jax.load(settings)
+    _say(f"loaded in {time.monotonic() - started:.1f} s; --print_config shows where each is from:")
+    _say(", ".join(f"{k}={v}" for k, v, origin in engine.settings.items() if origin != "built-in"))
+    run = Run(engine, sink, options.thinking, stream)
+    started = time.monotonic()
+    try:
+        run.serve(jobs) if jobs else converse(run)
+    finally:
+        if sink is not None:
+            sink.close()
+        seconds = time.monotonic() - started
+        _say(f"{run.num_done} prompts, {run.num_ids} tokens in {seconds:.1f} s, with compilation")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    try:
+        _generate(sys.argv if arguments is None else ["generate", *arguments])
+        sys.stdout.flush()
+    except (ValueError, NotImplementedError) as error:
+        _say(f"error: {error}")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read stdout has left. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    logging.getLogger("carat_jax").setLevel(logging.INFO)
+    sys.exit(main())
