@@ -66,10 +66,17 @@ def test_linear_refuses_a_weight_it_does_not_know():
         linear(jnp.ones((1, 2)), "int4")
 
 
-def test_gelu_is_the_tanh_form_and_gates_the_second_half():
-    x = normal(5, 3, 2, 64) * 3
-    want = gelu_tanh(x[:, 0].astype(np.float64)) * x[:, 1]
-    np.testing.assert_allclose(gelu_gate(jnp.asarray(x)), want, atol=2e-6)
+def test_gelu_is_the_tanh_form():
+    gate, up = normal(5, 3, 64) * 3, normal(6, 3, 64)
+    want = gelu_tanh(gate.astype(np.float64)) * up
+    np.testing.assert_allclose(gelu_gate(jnp.asarray(gate), jnp.asarray(up)), want, atol=2e-6)
+
+
+def test_gelu_in_bfloat16_rounds_once():
+    gate, up = (normal(seed, 1000).astype(bfloat16) for seed in (5, 6))
+    exact = gelu_tanh(gate.astype(np.float64)) * up.astype(np.float64)
+    got = np.asarray(gelu_gate(jnp.asarray(gate), jnp.asarray(up)))
+    np.testing.assert_allclose(got.astype(np.float64), exact, rtol=2**-8, atol=1e-6)
 
 
 # Embedding and head.
