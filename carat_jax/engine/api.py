@@ -20,7 +20,7 @@ from carat_jax.engine.engine import EngineLoop
 from carat_jax.engine.request import Delta, Request, Result, TokenInfo
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import FAMILIES, ModelConfig
-from carat_jax.model import load_hf
+from carat_jax.model import checkpoint
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import random_params, split
 
@@ -72,10 +72,10 @@ def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
     if name.startswith("random:"):
         # Random weights have no vocabulary of their own: `tiny`'s ids drive a model of any size.
         return _TINY, FAMILIES[name.removeprefix("random:")], settings
-    folder = _TINY if name == "tiny" else load_hf.find_checkpoint(name)
-    model, _ = load_hf.read_config(folder)
+    folder = checkpoint.find_checkpoint(name)
+    model, _ = checkpoint.read_config(folder)
     where = f"{folder / 'generation_config.json'}"
-    merged = settings.with_generation_config(load_hf.generation_config(folder), where)
+    merged = settings.with_generation_config(checkpoint.generation_config(folder), where)
     return folder, model, merged
 
 
@@ -93,7 +93,7 @@ def _open(settings: Settings) -> tuple[Settings, Config, ModelConfig, Any, Any, 
     if config.model.startswith("random:"):
         params = random_params(specs, _RANDOM_SEED)
     else:
-        params = load_hf.load_params(folder, specs)
+        params = checkpoint.load_params(folder, specs)
     return settings, config, model, graph, params, tokenizer
 
 
