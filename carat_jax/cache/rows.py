@@ -19,7 +19,7 @@ def write_rows(
     rows: Float[Array, "b T K H"],
     index: Int[Array, "b T"],
     lands: Bool[Array, "b T"],
-    slots: Slots | None,
+    slots: Int[Array, "b"] | None,
 ) -> CacheRows:
     """Puts row t of each step slot at `index`, where it `lands` and fits; else drops it."""
     num_slots, num_rows = index.shape
