@@ -207,8 +207,9 @@ def _generate(arguments: Sequence[str]) -> None:
     finally:
         if sink is not None:
             sink.close()
-        seconds = time.monotonic() - started
-        _say(f"{run.num_done} prompts, {run.num_ids} tokens in {seconds:.1f} s, with compilation")
+        if run.num_done:
+            spent = f"{time.monotonic() - started:.1f} s, with compilation"
+            _say(f"{run.num_done} prompts, {run.num_ids} tokens in {spent}")
 
 
 def _say(text: str) -> None:
