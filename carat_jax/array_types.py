@@ -1,6 +1,6 @@
 """Dimension letters and array aliases: the legend every signature in the project is read with.
 
-    B  slots of the cache bank (or rows of a batch)   N  query heads
+    B  slots of the cache bank (b: those in a step)   N  query heads
     T  new positions in one step                      K  key-value heads
     S  length of a linear (global) cache              G  query heads a KV head serves, N / K
     C  capacity of a ring (local) cache               H  head dimension of the layer
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 Tokens = Int[Array, "B T"]
 Positions = Int[Array, "B T"]
 Lengths = Int[Array, "B"]
-Slots = Int[Array, "B"]
+Slots = Int[Array, "b"]
 Hidden = Float[Array, "B T D"]
 Logits = Float[Array, "B T V"]
 Queries = Float[Array, "B T N H"]

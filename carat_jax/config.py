@@ -34,11 +34,6 @@ from carat_jax.setting_types import (
 # Values that keys declare but whose code has not landed are refused by this table; a key without a
 # row takes every value of its type.
 AVAILABLE: Mapping[str, tuple] = {
-    "cache.local_layers": ("ring",),
-    "cache.global_layers": ("kv",),
-    "attention.pad_keys": (64,),
-    "attention.group_heads": (True,),
-    "attention.verify": ("fused",),
     "attention.impl": (None, "xla"),
     "decode.drafter": ("none",),
     "decode.uniform_rows": (0,),

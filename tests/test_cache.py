@@ -9,7 +9,6 @@ import pytest
 
 from carat_jax.cache.bank import (
     bank_bytes,
-    cache_shapes,
     copy,
     empty_bank,
     insert,
@@ -215,8 +214,8 @@ def test_an_empty_bank_can_be_donated_leaf_by_leaf():
 
 def test_bytes_are_those_of_the_arrays(bank):
     config = from_hf(CONFIGS["T4e"])
-    shapes = cache_shapes(config, 3, 40, MAX_ROWS)
-    assert bank_bytes(shapes, jnp.float32) == sum(x.nbytes for x in jax.tree.leaves(bank.layers))
+    told = bank_bytes(config, 3, 40, MAX_ROWS, jnp.float32)
+    assert told == sum(x.nbytes for x in jax.tree.leaves(bank.layers))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +229,7 @@ def test_bytes_are_those_of_the_arrays(bank):
 )
 def test_bytes_of_the_released_sizes(size, bytes_per_token, window_bytes):
     def size_at(context, rows):
-        return bank_bytes(cache_shapes(FAMILIES[size], 1, context, rows), jnp.bfloat16)
+        return bank_bytes(FAMILIES[size], 1, context, rows, jnp.bfloat16)
 
     assert size_at(101, 0) - size_at(100, 0) == bytes_per_token
     assert size_at(100, 0) - 100 * bytes_per_token == window_bytes

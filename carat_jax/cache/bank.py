@@ -6,18 +6,23 @@ positions slot b holds; rolling back, freeing and reusing a slot change it and n
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import DTypeLike
 
 from carat_jax.array_types import Array, Int, Lengths
 from carat_jax.cache.linear import LinearCache
+from carat_jax.cache.paged import PagedCache
 from carat_jax.cache.ring import RingCache, ring_capacity
+from carat_jax.cache.value import ValueCache
 from carat_jax.families import LayerSpec, ModelConfig
 
 # Logical axes of a cache array, for `numerics.sharding`.
 CACHE_AXES = (None, "kv_heads", None, None)
+
+Cache = RingCache | LinearCache | PagedCache | ValueCache
 
 
 @functools.partial(
@@ -35,7 +40,7 @@ class CacheBank:
       max_rollback: rows a slot may be rolled back by, C - W of its rings.
     """
 
-    layers: dict[int, RingCache | LinearCache]
+    layers: dict[int, Cache]
     lengths: Lengths
     max_rollback: int
 
@@ -45,33 +50,23 @@ class CacheBank:
         return self.lengths.shape[0]
 
 
-def cache_shapes(
-    config: ModelConfig, num_slots: int, max_context: int, max_rows: int, block: int = 1
-) -> dict[int, tuple[int, int, int, int]]:
-    """Shape `[B, K, slots, H]` of the keys (and of the values) of every KV-owning layer.
+@dataclasses.dataclass(frozen=True)
+class CacheKinds:
+    """Which cache each kind of layer gets.
 
-    Args:
-      config: the model.
-      num_slots: B.
-      max_context: positions a global layer holds.
-      max_rows: rows of the longest step that is written in place (verify: M + 1).
+    Attributes:
+      local_layers: "ring"; the baselines are "paged" and "full" (the whole context, masked).
+      global_layers: "kv", or "v_rot": values and rotated keys, where keys equal values.
       block: a ring's capacity is rounded up to a multiple of this.
     """
 
-    def slots(layer: LayerSpec) -> int:
-        if layer.is_sliding:
-            return ring_capacity(config.sliding_window, max_rows, block)
-        return max_context
-
-    return {
-        layer.index: (num_slots, layer.num_kv_heads, slots(layer), layer.head_dim)
-        for layer in config.kv_owners
-    }
+    local_layers: str = "ring"
+    global_layers: str = "kv"
+    block: int = 1
 
 
-def bank_bytes(shapes: dict[int, tuple[int, int, int, int]], dtype: jnp.dtype) -> int:
-    """Bytes of keys and values together."""
-    return sum(2 * int(np.prod(shape)) for shape in shapes.values()) * jnp.dtype(dtype).itemsize
+# Rings and linear caches, rings no larger than they must be.
+PLAIN = CacheKinds()
 
 
 def empty_bank(
@@ -79,21 +74,62 @@ def empty_bank(
     num_slots: int,
     max_context: int,
     max_rows: int,
-    dtype: jnp.dtype,
-    block: int = 1,
+    dtype: DTypeLike,
+    kinds: CacheKinds = PLAIN,
 ) -> CacheBank:
-    """A bank whose slots hold nothing. Every leaf is a buffer of its own, so it can be donated."""
-    shapes = cache_shapes(config, num_slots, max_context, max_rows, block)
-    layers = {
-        index: (RingCache if config.layer(index).is_sliding else LinearCache)(
-            k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype)
-        )
-        for index, shape in shapes.items()
-    }
-    capacity = ring_capacity(config.sliding_window, max_rows, block)
-    return CacheBank(
-        layers, jnp.zeros(num_slots, jnp.int32), max_rollback=capacity - config.sliding_window
-    )
+    """A bank whose slots hold nothing. Every leaf is a buffer of its own, so it can be donated.
+
+    Args:
+      config: the model.
+      num_slots: B.
+      max_context: positions a global layer holds.
+      max_rows: rows of the longest step that is written in place (verify: M + 1).
+      dtype: of keys and values.
+      kinds: which caches.
+
+    Raises:
+      ValueError: "v_rot" for a model whose values do not carry its keys.
+    """
+    capacity = ring_capacity(config.sliding_window, max_rows, kinds.block)
+
+    def empty(layer: LayerSpec) -> Cache:
+        shape = (num_slots, layer.num_kv_heads, max_context, layer.head_dim)
+        ring = (*shape[:2], capacity, shape[3])
+        if layer.is_sliding and kinds.local_layers == "ring":
+            return RingCache(jnp.zeros(ring, dtype), jnp.zeros(ring, dtype))
+        if layer.is_sliding and kinds.local_layers == "paged":
+            return PagedCache.empty(ring, dtype)
+        if layer.is_sliding or kinds.global_layers == "kv":
+            return LinearCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        if not layer.k_eq_v:
+            raise ValueError(
+                "cache.global_layers: 'v_rot' needs a model whose global values are its unrotated "
+                "keys (attention_k_eq_v); use 'kv'"
+            )
+        rotated = 2 * int(config.partial_rotary_factor * layer.head_dim // 2)
+        return ValueCache(jnp.zeros(shape, dtype), jnp.zeros((*shape[:3], rotated), dtype))
+
+    layers = {layer.index: empty(layer) for layer in config.kv_owners}
+    # A full cache can be cut anywhere.
+    slack = max_context if kinds.local_layers == "full" else capacity - config.sliding_window
+    return CacheBank(layers, jnp.zeros(num_slots, jnp.int32), max_rollback=slack)
+
+
+def bank_bytes(
+    config: ModelConfig,
+    num_slots: int,
+    max_context: int,
+    max_rows: int,
+    dtype: DTypeLike,
+    kinds: CacheKinds = PLAIN,
+) -> int:
+    """Bytes of the caches `empty_bank` would make, without making them."""
+
+    def leaves() -> list[Array]:
+        bank = empty_bank(config, num_slots, max_context, max_rows, jnp.dtype(dtype), kinds)
+        return jax.tree.leaves(bank.layers)
+
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.eval_shape(leaves))
 
 
 def set_length(bank: CacheBank, slot: Int[Array, ""], length: Int[Array, ""]) -> CacheBank:

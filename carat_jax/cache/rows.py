@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from carat_jax.array_types import Array, Bool, CacheRows, Float, Int, Slots
 
 
-def of_slots(cache: CacheRows, slots: Slots | None) -> CacheRows:
+def of_slots(cache: Array, slots: Slots | None) -> Array:
     """The rows of some cache slots; None is the whole cache, without a copy."""
     return cache if slots is None else cache[slots]
 

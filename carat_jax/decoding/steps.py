@@ -26,6 +26,7 @@ from carat_jax.cache.bank import CacheBank
 from carat_jax.decoding import sampling
 from carat_jax.decoding.sampling import LogitsHook, SamplingState
 from carat_jax.model.params import merge
+from carat_jax.numerics.attention import AttentionOptions
 
 
 @functools.partial(
@@ -101,12 +102,18 @@ def empty_state(bank: CacheBank, vocab_size: int) -> DecodeState:
 
 
 def build_steps(
-    graph: nnx.GraphDef, num_top: int, base_bias: Array, hook: LogitsHook | None = None
+    graph: nnx.GraphDef,
+    options: AttentionOptions,
+    num_top: int,
+    base_bias: Array,
+    hook: LogitsHook | None = None,
 ) -> Steps:
     """Jits the steps of one model.
 
     Args:
       graph: the model without arrays, from `model.params.split`.
+      options: how attention is computed. `num_keys` of `extend` and `decode` is static: with the
+        three-stage path each key count is an executable of its own.
       num_top: how many alternatives a sampler with log-probabilities returns.
       base_bias: what every request's bias starts from, `[V]`: -inf at suppressed tokens.
       hook: a user's function on the logits, compiled into every sampler.
@@ -116,20 +123,27 @@ def build_steps(
         params: Any, state: DecodeState, tokens: Tokens, num_valid: Lengths, slot: Slots
     ) -> tuple[DecodeState, Float[Array, "V"]]:
         model = merge(graph, params)
-        hidden, bank = model(tokens, state.bank, num_valid, slot)
+        hidden, bank = model(tokens, state.bank, num_valid, slot, options)
         last = hidden[0, jnp.maximum(num_valid[0] - 1, 0)]
         return dataclasses.replace(state, bank=bank), model.logits(last)
 
     def extend(
-        params: Any, bank: CacheBank, tokens: Tokens, num_valid: Lengths
+        params: Any,
+        bank: CacheBank,
+        tokens: Tokens,
+        num_valid: Lengths,
+        num_keys: int | None = None,
     ) -> tuple[CacheBank, Float[Array, "B T V"]]:
         model = merge(graph, params)
-        hidden, bank = model(tokens, bank, num_valid)
+        rung = dataclasses.replace(options, num_keys=num_keys)
+        hidden, bank = model(tokens, bank, num_valid, options=rung)
         return bank, model.logits(hidden)
 
-    def decode(params: Any, state: DecodeState) -> tuple[DecodeState, Float[Array, "B V"]]:
+    def decode(
+        params: Any, state: DecodeState, num_keys: int | None = None
+    ) -> tuple[DecodeState, Float[Array, "B V"]]:
         rows = state.is_active.astype(jnp.int32)
-        bank, logits = extend(params, state.bank, state.tokens[:, None], rows)
+        bank, logits = extend(params, state.bank, state.tokens[:, None], rows, num_keys)
         return dataclasses.replace(state, bank=bank), logits[:, 0]
 
     def score(
@@ -141,7 +155,7 @@ def build_steps(
         targets: Tokens,
     ) -> tuple[DecodeState, Drawn]:
         model = merge(graph, params)
-        hidden, bank = model(tokens, state.bank, num_valid, slot)
+        hidden, bank = model(tokens, state.bank, num_valid, slot, options)
         told = sampling.log_probabilities(model.logits(hidden[0]), targets[0], num_top)
         return dataclasses.replace(state, bank=bank), Drawn(targets[0], *told)
 
@@ -197,8 +211,8 @@ def build_steps(
 
     return Steps(
         prefill=jax.jit(prefill, donate_argnames="state"),
-        extend=jax.jit(extend, donate_argnames="bank"),
-        decode=jax.jit(decode, donate_argnames="state"),
+        extend=jax.jit(extend, donate_argnames="bank", static_argnames="num_keys"),
+        decode=jax.jit(decode, donate_argnames="state", static_argnames="num_keys"),
         score=jax.jit(score, donate_argnames="state"),
         sample=jax.jit(sample, donate_argnames="state", static_argnames="kind"),
         first=jax.jit(first, donate_argnames="state", static_argnames="kind"),

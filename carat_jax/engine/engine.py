@@ -37,6 +37,8 @@ from carat_jax.engine.request import Request, Sample, TokenInfo
 from carat_jax.engine.scheduler import Admission, Scheduler
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import ModelConfig
+from carat_jax.numerics.attention import AttentionOptions
+from carat_jax.numerics.padding import EXACT, default_rungs, padded_keys
 
 # Alternatives a sampler with log-probabilities returns, at most.
 MAX_TOP_LOGPROBS = 20
@@ -74,12 +76,16 @@ class EngineLoop:
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.max_context = _max_context(config, model)
+        self.rungs = _rungs(config, self.max_context)
         self._params = params
         self._num_top = min(MAX_TOP_LOGPROBS, model.vocab_size)
         suppressed = [i for i in tokenizer.suppress_ids if i < model.vocab_size]
         self._base_bias = np.zeros(model.vocab_size, np.float32)
         self._base_bias[suppressed] = -np.inf
-        self._steps: Steps = build_steps(graph, self._num_top, jnp.asarray(self._base_bias), hook)
+        self.options = attention_options(config)
+        self._steps: Steps = build_steps(
+            graph, self.options, self._num_top, jnp.asarray(self._base_bias), hook
+        )
         self._scheduler = Scheduler(config.engine.max_batch, config.engine.max_queue)
         self._flights: deque[_Flight] = deque()
         self._state: DecodeState = self._new_state()
@@ -227,7 +233,7 @@ class EngineLoop:
 
     def _decode(self) -> None:
         running = dict(self._scheduler.running)
-        self._state, logits = self._steps.decode(self._params, self._state)
+        self._state, logits = self._steps.decode(self._params, self._state, self._num_keys(1))
         self._state, drawn = self._steps.sample(
             self._state, logits, _sampler_kind(running.values())
         )
@@ -235,6 +241,18 @@ class EngineLoop:
             sample.num_dispatched += 1
         self._flights.append(_Flight(drawn, running))
         self._counts["steps"] += 1
+
+    def _num_keys(self, num_rows: int) -> int | None:
+        """The static key count of a step of `num_rows` rows; None where lengths are traced."""
+        if self.options.is_fused:
+            return None
+        held = max(
+            len(sample.request.prompt_ids) + sample.num_dispatched - 1 + num_rows
+            for sample in self._scheduler.running.values()
+        )
+        pad = self.config.attention.pad_keys
+        # Steps computed past a sample's end may reach past the last rung; they are dropped.
+        return padded_keys(min(held, self.max_context), pad, self.rungs)
 
     def _deliver(self, flight: _Flight) -> None:
         """Reads one step's tokens and hands them to the samples that still want them."""
@@ -305,6 +323,11 @@ class EngineLoop:
         for kind in (*kinds, {"repetition_penalty": 1.1}):
             self.run([self.submit(ids, sampling_from(params, **kind))])
 
+        if not self.options.is_fused:
+            for rung in self.rungs:
+                ids = [self.tokenizer.bos_id] * min(rung - 1, longest)
+                self.run([self.submit(ids, params)])
+
     @property
     def num_slots(self) -> int:
         """Samples that run at once."""
@@ -334,6 +357,7 @@ class EngineLoop:
             self.max_context,
             self.config.decode.draft_len + 1,
             jnp.dtype(self.config.dtype),
+            banks.CacheKinds(self.config.cache.local_layers, self.config.cache.global_layers),
         )
         return empty_state(bank, self.model.vocab_size)
 
@@ -387,6 +411,34 @@ def _token_info(drawn: Drawn, row: int, sample: Sample) -> TokenInfo | None:
 def _info(drawn: Drawn, row: int, num_top: int) -> TokenInfo:
     top = zip(drawn.top_ids[row, :num_top], drawn.top_logprobs[row, :num_top], strict=True)
     return TokenInfo(float(drawn.logprobs[row]), tuple((int(i), float(p)) for i, p in top))
+
+
+def attention_options(config: Config) -> AttentionOptions:
+    """How attention is computed on this machine under these settings.
+
+    Without a named implementation the rule is: the Pallas kernels on a GPU in bfloat16, plain JAX
+    elsewhere.
+
+    Raises:
+      ValueError: the implementation named cannot run here; it is never replaced by another.
+    """
+    impl, backend = config.attention.impl, jax.default_backend()
+    if impl is None:
+        impl = "triton" if backend == "gpu" and config.dtype == "bfloat16" else "xla"
+    if impl == "triton" and backend != "gpu":
+        raise ValueError(f"attention.impl: 'triton' needs a GPU, this is {backend}; use 'xla'")
+    if impl == "triton" and config.dtype != "bfloat16":
+        raise ValueError(f"attention.impl: 'triton' needs bfloat16, dtype is {config.dtype}")
+    return AttentionOptions(
+        impl=impl,
+        is_fused=config.attention.verify == "fused",
+        group_heads=config.attention.group_heads,
+    )
+
+
+def _rungs(config: Config, max_context: int) -> tuple[int, ...]:
+    pad = config.attention.pad_keys
+    return () if pad == EXACT else default_rungs(pad, max_context)
 
 
 def _max_context(config: Config, model: ModelConfig) -> int:

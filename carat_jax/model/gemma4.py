@@ -20,7 +20,13 @@ from carat_jax.array_types import Array, Float, Hidden, Int, Lengths, Slots, Tok
 from carat_jax.cache.bank import CacheBank
 from carat_jax.families import LayerSpec, ModelConfig
 from carat_jax.model.params import TensorSource, matrix, param, vector
-from carat_jax.numerics.attention import PLAIN, AttentionOptions, KeyView, attend
+from carat_jax.numerics.attention import (
+    PLAIN,
+    AttentionOptions,
+    KeyView,
+    RotatedView,
+    attend,
+)
 from carat_jax.numerics.layers import (
     embed,
     gelu_gate,
@@ -49,7 +55,7 @@ class StepContext:
     positions: Int[Array, "B T"]
     rope: dict[bool, tuple[Array, Array]]
     caches: dict
-    views: dict[int, KeyView]
+    views: dict[int, KeyView | RotatedView]
 
 
 class RMSNorm(nnx.Module):
@@ -119,7 +125,7 @@ class Attention(nnx.Module):
         tables = step.rope[spec.is_sliding]
         with jax.named_scope("qkv"):
             fused = linear(x, self.qkv_proj.get_value())
-            q = rotate(self.q_norm(fused[..., :group, :]), tables)
+            q = rotate(self.q_norm(fused[..., :group, :]), tables, dtype=jnp.float32)
         if spec.owns_kv:
             with jax.named_scope("cache"):
                 raw_k = fused[..., group, :]
@@ -127,12 +133,16 @@ class Attention(nnx.Module):
                 # k_norm and not rotated.
                 raw_v = raw_k if spec.k_eq_v else fused[..., group + 1, :]
                 k, v = rotate(self.k_norm(raw_k), tables), rms_norm(raw_v, eps=self.eps)
-                step.caches[spec.index], step.views[spec.index] = step.caches[spec.index].extend(
+                step.caches[spec.index], view = step.caches[spec.index].extend(
                     k, v, step.starts, step.num_valid, step.slots, spec.window
                 )
+                if isinstance(view, RotatedView):
+                    view = dataclasses.replace(view, key_weight=self.k_norm.weight.get_value())
+                step.views[spec.index] = view
         with jax.named_scope("attend"):
-            heads = q.reshape(*q.shape[:2], -1, spec.head_dim)
             view = step.views[spec.kv_owner]
+            q = view.fold(q) if isinstance(view, RotatedView) else q.astype(x.dtype)
+            heads = q.reshape(*q.shape[:2], -1, spec.head_dim)
             out = attend(heads, step.positions, view, spec.window, step.options)
         with jax.named_scope("o"):
             return linear(out.reshape(q.shape), self.o_proj.get_value(), num_in=3)

@@ -25,7 +25,7 @@ from carat_jax.array_types import (
     Positions,
     Queries,
 )
-from carat_jax.numerics.layers import precision
+from carat_jax.numerics.layers import product
 
 # Scores held at once, in elements: above this the queries are taken in blocks (1 GiB of float32).
 _MAX_SCORES = 2**28
@@ -68,7 +68,7 @@ class KeyView:
 
     def scores(self, q: Float[Array, "B T K G H"], num_keys: int) -> Float[Array, "B K G T S"]:
         """Unscaled float32 scores of grouped queries against the first `num_keys` entries."""
-        return _dot("btkgh,bksh->bkgts", q, self.k[:, :, :num_keys])
+        return product("btkgh,bksh->bkgts", q, self.k[:, :, :num_keys])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,49 @@ class ChunkView(KeyView):
     """A ring as it was before a chunk, followed by the chunk's own rows."""
 
     num_ring: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RotatedView:
+    """Values, and the numbers of the keys that are not the values' times a constant.
+
+    Attributes:
+      v: values, `[B, K, S, H]`.
+      k_rot: rotated numbers of the keys, `[B, K, S, R]`.
+      positions: as in `KeyView`.
+      ends: positions held, `[B]`.
+      key_weight: `k_norm.weight` of the layer, `[H]`: key = weight * value where nothing rotates.
+    """
+
+    v: CacheRows
+    k_rot: Float[Array, "B K S R"]
+    positions: Int[Array, "B S"]
+    ends: Lengths
+    key_weight: Float[Array, "H"] | None = None
+
+    def fold(self, q: Float[Array, "B T *heads H"]) -> Float[Array, "B T *heads H"]:
+        """Moves the key weight into float32 queries, and rounds them, once, to the cache's type."""
+        still = jnp.logical_not(_rotated_mask(q.shape[-1], self.k_rot.shape[-1]))
+        weight = jnp.where(still, self.key_weight.astype(jnp.float32), 1)
+        return (q * weight).astype(self.v.dtype)
+
+    def scores(self, q: Float[Array, "B T K G H"], num_keys: int) -> Float[Array, "B K G T S"]:
+        """Unscaled float32 scores of folded queries against the first `num_keys` entries."""
+        rotated = self.k_rot.shape[-1]
+        q_still = jnp.where(_rotated_mask(q.shape[-1], rotated), 0, q)
+        still = product("btkgh,bksh->bkgts", q_still, self.v[:, :, :num_keys])
+        turned = product("btkgr,bksr->bkgts", rotated_part(q, rotated), self.k_rot[:, :, :num_keys])
+        return still + turned
+
+
+def rotated_part(x: Float[Array, "*rows H"], num_rotated: int) -> Float[Array, "*rows R"]:
+    """The numbers of a head that RoPE turns: the first R / 2 of each half."""
+    half, part = x.shape[-1] // 2, num_rotated // 2
+    return jnp.concatenate([x[..., :part], x[..., half : half + part]], axis=-1)
+
+
+def _rotated_mask(head_dim: int, num_rotated: int) -> Bool[Array, "H"]:
+    return jnp.arange(head_dim) % (head_dim // 2) < num_rotated // 2
 
 
 def ring_positions(ends: Lengths, capacity: int) -> Int[Array, "B C"]:
@@ -116,7 +159,7 @@ def visible(
 def attend(
     q: Queries,
     query_pos: Positions,
-    view: KeyView,
+    view: KeyView | RotatedView,
     window: int | None,
     options: AttentionOptions = PLAIN,
 ) -> Queries:
@@ -126,7 +169,7 @@ def attend(
     transformers. A query that sees nothing gets zeros.
     """
     num_keys = view.v.shape[2]
-    if options.num_keys is not None and isinstance(view, LinearView) and window is None:
+    if options.num_keys is not None and window is None:
         num_keys = min(num_keys, options.num_keys)
     # 0 * NaN is NaN: values nobody may see are cleared, not only given probability zero.
     key_pos = view.positions[:, :num_keys]
@@ -155,13 +198,7 @@ def _stages(scores: Array, mask: Array, v: Array, dtype: jnp.dtype) -> Array:
     weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     probs = (weights / jnp.where(total > 0, total, 1)).astype(v.dtype)
-    return _dot("bkgts,bksh->btkgh", probs, v).astype(dtype)
-
-
-def _dot(subscripts: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(
-        subscripts, a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32
-    )
+    return product("bkgts,bksh->btkgh", probs, v).astype(dtype)
 
 
 def _by_blocks(function, q: Array, query_pos: Array, max_rows: int) -> Array:

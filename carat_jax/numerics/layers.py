@@ -6,6 +6,8 @@ The formulas are those of transformers 5.17 (`modeling_gemma4`), where Gemma 4 d
 predecessors: norm weights multiply as they are, without one added, and scores are not scaled.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,16 +65,17 @@ def rope_tables(
 def rotate(
     x: Float[Array, "B T *heads H"],
     tables: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
+    dtype: jnp.dtype | None = None,
 ) -> Float[Array, "B T *heads H"]:
-    """Applies RoPE: dimension i turns with dimension i + H/2. In float32, rounded once."""
+    """Applies RoPE: dimension i turns with dimension i + H/2. In float32, rounded to `dtype`."""
     heads = tuple(range(2, x.ndim - 1))
     cos, sin = (jnp.expand_dims(table, heads) for table in tables)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return turned.astype(x.dtype)
+    return turned.astype(dtype or x.dtype)
 
 
-def linear(x: Float[Array, "..."], weight: Float[Array, "..."], num_in: int = 1) -> Array:
+def linear(x: Float[Array, "..."], weight: Any, num_in: int = 1) -> Array:
     """Product of the last `num_in` axes of `x` with the first `num_in` axes of `weight`.
 
     Every product with a weight goes through here, so that a weight stored in another form than a
@@ -99,15 +102,29 @@ def scale(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
+def product(subscripts: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
+    """`einsum` of two arrays of one type, accumulated and returned in float32."""
+
+    def multiply(a: Array, b: Array) -> Array:
+        return jnp.einsum(
+            subscripts, a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32
+        )
+
+    if a.dtype == jnp.float32:
+        return multiply(a, b)
+    # XLA's CPU backend has no bfloat16 product with a float32 result for every shape; widening
+    # first is exact and the same sum.
+    return lax.platform_dependent(
+        a,
+        b,
+        cpu=lambda a, b: multiply(a.astype(jnp.float32), b.astype(jnp.float32)),
+        default=multiply,
+    )
+
+
 def tied_head(hidden: Float[Array, "*rows D"], table: Float[Array, "V D"]) -> Array:
     """Logits against the unscaled embedding table, float32."""
-    return jnp.einsum(
-        "...d,vd->...v",
-        hidden,
-        table,
-        precision=precision(hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    return product("...d,vd->...v", hidden, table)
 
 
 def soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
