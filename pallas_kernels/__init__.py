@@ -1,0 +1,19 @@
+"""Attention kernels in Pallas on Triton, each behind one function with an oracle of its signature.
+
+Imports nothing of `carat_jax`; the engine calls these functions and knows nothing about GPUs.
+"""
+
+from pallas_kernels.grouped_attention import grouped_attention
+from pallas_kernels.per_head_attention import per_head_attention
+from pallas_kernels.prefill_attention import prefill_attention, prefill_ring_attention
+from pallas_kernels.reference import merge_partials
+from pallas_kernels.ring_attention import ring_attention
+
+__all__ = [
+    "grouped_attention",
+    "merge_partials",
+    "per_head_attention",
+    "prefill_attention",
+    "prefill_ring_attention",
+    "ring_attention",
+]

@@ -1,0 +1,96 @@
+"""Oracles of the kernels: what each must compute, in float32 and jnp only; also `impl="xla"`.
+
+One rule decides what a query sees: key j is visible to query i iff j exists and 0 <= i - j, and
+0 <= i - j < window where there is a window. Positions are absolute. Row t of slot b sits at
+position starts[b] + t; keys exist at positions below ends[b]. What does not exist is masked, never
+trusted to be zero, and a row that sees nothing gives zeros. Imports nothing of the package, so that
+a kernel cannot share a mistake with its oracle.
+"""
+
+import jax.numpy as jnp
+
+# Running maximum of a row that has seen no key: finite, so that no inf - inf can arise.
+EMPTY = -3.0e38
+
+
+def merge_partials(partials, dtype):
+    """Combines [(o, top, mass), ...] of disjoint key sets into attention's output.
+
+    top is a row's largest score, o the sum of exp(score - top) * value, mass that of the weights.
+    """
+    top = jnp.stack([part[1] for part in partials]).max(0)
+    scales = [jnp.exp(part[1] - top) for part in partials]
+    o = sum(part[0] * scale[..., None] for part, scale in zip(partials, scales, strict=True))
+    mass = sum(part[2] * scale for part, scale in zip(partials, scales, strict=True))
+    return (o / jnp.where(mass > 0, mass, 1.0)[..., None]).astype(dtype)
+
+
+def _attend(q, k, v, q_pos, k_pos, exists, window, partials):
+    """q [B,T,N,H], k and v [B,K,J,H], q_pos [B,T], k_pos and exists [B,J]."""
+    num_slots, num_new, num_heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    f32 = jnp.float32
+    grouped = q.astype(f32).reshape(num_slots, num_new, kv_heads, num_heads // kv_heads, head_dim)
+    k = jnp.where(exists[:, None, :, None], k.astype(f32), 0.0)
+    v_f32 = jnp.where(exists[:, None, :, None], v.astype(f32), 0.0)
+    scores = jnp.einsum("btkgh,bkjh->btkgj", grouped, k, precision="highest")
+    distance = q_pos[:, :, None] - k_pos[:, None, :]
+    visible = (distance >= 0) & exists[:, None, :]
+    if window is not None:
+        visible &= distance < window
+    scores = jnp.where(visible[:, :, None, None, :], scores, -jnp.inf)
+    top = jnp.maximum(scores.max(-1), EMPTY)
+    weights = jnp.exp(scores - top[..., None])
+    o = jnp.einsum("btkgj,bkjh->btkgh", weights, v_f32, precision="highest")
+    flat = (num_slots, num_new, num_heads)
+    part = o.reshape(q.shape), top.reshape(flat), weights.sum(-1).reshape(flat)
+    return part if partials else merge_partials([part], v.dtype)
+
+
+def _rows(q, starts):
+    return starts[:, None] + jnp.arange(q.shape[1])[None]
+
+
+def _full_keys(k_rot, v, k_norm):
+    """Keys of the `v_rot` layout: k_norm * v, but for the rotated numbers, which are kept."""
+    half, rotated_half = v.shape[-1] // 2, k_rot.shape[-1] // 2
+    k = v.astype(jnp.float32) * k_norm.astype(jnp.float32)
+    k_rot = k_rot.astype(jnp.float32)
+    k = k.at[..., :rotated_half].set(k_rot[..., :rotated_half])
+    return k.at[..., half : half + rotated_half].set(k_rot[..., rotated_half:])
+
+
+def ring_attention(q, k_ring, v_ring, starts, ends, *, window, partials=False):
+    """Attention over rings [B,K,C,H]: slot p mod C holds the newest position p below ends."""
+    capacity = k_ring.shape[2]
+    newest = ends[:, None] - 1
+    k_pos = newest - (newest - jnp.arange(capacity)[None]) % capacity
+    exists = (k_pos >= 0) & (k_pos > starts[:, None] - window)
+    return _attend(q, k_ring, v_ring, _rows(q, starts), k_pos, exists, window, partials)
+
+
+def grouped_attention(
+    q, k_cache, v_cache, starts, ends, *, k_norm=None, window=None, partials=False
+):
+    """Attention over caches [B,K,S,H] that keep position p in row p."""
+    k = k_cache if k_norm is None else _full_keys(k_cache, v_cache, k_norm)
+    k_pos = jnp.broadcast_to(jnp.arange(v_cache.shape[2])[None], (q.shape[0], v_cache.shape[2]))
+    exists = k_pos < ends[:, None]
+    if window is not None:
+        exists &= k_pos > starts[:, None] - window
+    return _attend(q, k, v_cache, _rows(q, starts), k_pos, exists, window, partials)
+
+
+def prefill_ring_attention(q, k_ring, v_ring, k_new, v_new, starts, ends, *, window):
+    """A chunk [B,T,K,H] against itself and the rings as they were before it was written."""
+    capacity, num_new = k_ring.shape[2], q.shape[1]
+    newest = starts[:, None] - 1
+    old_pos = newest - (newest - jnp.arange(capacity)[None]) % capacity
+    new_pos = _rows(q, starts)
+    old = (old_pos >= 0) & (old_pos > starts[:, None] - window)
+    new = new_pos < jnp.minimum(ends, starts + num_new)[:, None]
+    k = jnp.concatenate([k_ring, jnp.swapaxes(k_new, 1, 2)], axis=2)
+    v = jnp.concatenate([v_ring, jnp.swapaxes(v_new, 1, 2)], axis=2)
+    k_pos = jnp.concatenate([old_pos, new_pos], axis=1)
+    exists = jnp.concatenate([old, new], axis=1)
+    return _attend(q, k, v, new_pos, k_pos, exists, window, False)

@@ -1,0 +1,397 @@
+"""Split-KV attention on Triton: the two kernels behind every public function of this package.
+
+A program takes one tile of query rows (the G heads of a KV head x T positions), visits its share of
+the key blocks and keeps a running maximum, sum and output in float32; `combine` merges the shares.
+Rows are read from and written to [B, T, N, H] as it is: row r is position r // G of head r % G, so
+no transpose and no padding runs outside. Keys that do not exist are never loaded (zeros stand in)
+and score -inf, so whatever their slots hold cannot leak, and a row that sees nothing gives zeros.
+A fully masked block adds exact zeros, so a longer cache or a later verify changes no earlier bit.
+Imports `tiles` and `reference` (the constant for an empty row), nothing else of the package.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.reference import EMPTY
+from pallas_kernels.tiles import Tile, next_power_of_two
+
+LOG2_E = 1.4426950408889634
+COLUMNS = 128  # of the output that one combining program writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What one program knows about its rows and its slot; traced numbers."""
+
+    start: jax.Array  # position of the slot's row 0
+    end: jax.Array  # one past the newest position of the slot
+    first: jax.Array  # positions of the tile's first and last row
+    last: jax.Array
+    oldest: jax.Array  # the oldest position that any row of the tile may see
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Row p of a cache of `size` rows keeps position p."""
+
+    size: int
+
+    def blocks(self, span, block):
+        """First and one-past-last block to visit."""
+        stop = jnp.minimum(jnp.minimum(span.end, self.size), span.last + 1)
+        return span.oldest // block, pl.cdiv(stop, block)
+
+    def locate(self, i, span, block):
+        """(row of the array, positions of the block, which of them exist)."""
+        pos = i * block + jnp.arange(block)
+        return i * block, pos, (pos < jnp.minimum(span.end, self.size)) & (pos >= span.oldest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slot p mod size keeps the newest position p below the slot's end; visited slot by slot."""
+
+    size: int
+
+    def blocks(self, span, block):
+        """First and one-past-last block to visit."""
+        return 0, self.size // block
+
+    def locate(self, i, span, block):
+        """(row of the array, positions of the block, which of them exist)."""
+        newest = span.end - 1
+        turn = newest - lax.rem(jnp.maximum(newest, 0), self.size)
+        pos = turn + i * block + jnp.arange(block)
+        pos = jnp.where(pos > newest, pos - self.size, pos)
+        return i * block, pos, (pos >= 0) & (pos >= span.oldest)
+
+
+@dataclasses.dataclass(frozen=True)
+class RingHistory:
+    """A ring that ends where the chunk starts; visited by position, so that tiles can skip."""
+
+    size: int
+
+    def blocks(self, span, block):
+        """First and one-past-last block to visit."""
+        return span.oldest // block, pl.cdiv(span.start, block)
+
+    def locate(self, i, span, block):
+        """(row of the array, positions of the block, which of them exist)."""
+        pos = i * block + jnp.arange(block)
+        kept = (pos < span.start) & (pos >= span.start - self.size)
+        return lax.rem(i * block, self.size), pos, kept & (pos >= span.oldest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The new keys themselves: row t is position start + t."""
+
+    size: int
+
+    def blocks(self, span, block):
+        """First and one-past-last block to visit."""
+        first = jnp.maximum(span.oldest - span.start, 0) // block
+        stop = jnp.minimum(jnp.minimum(span.end, span.last + 1) - span.start, self.size)
+        return first, pl.cdiv(jnp.maximum(stop, 0), block)
+
+    def locate(self, i, span, block):
+        """(row of the array, positions of the block, which of them exist)."""
+        row = i * block + jnp.arange(block)
+        pos = span.start + row
+        return i * block, pos, (row < self.size) & (pos < span.end) & (pos >= span.oldest)
+
+
+Source = Linear | Ring | RingHistory | Chunk
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The static shape of one call."""
+
+    num_new: int  # T
+    num_heads: int  # N
+    group: int  # G = N / K
+    head_dim: int  # H
+    rotated: int  # width of the rotated keys of the v_rot layout, else 0
+    window: int | None
+    sources: tuple[Source, ...]
+    tile: Tile
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of one KV head."""
+        return self.num_new * self.group
+
+    @property
+    def num_tiles(self) -> int:
+        """Row tiles of one KV head."""
+        return pl.cdiv(self.num_rows, self.tile.rows)
+
+
+def _flat_rows(problem, tile_index, kv_head):
+    """Of a tile's rows: index into [T * N], new position, and whether the row is no padding."""
+    row = tile_index * problem.tile.rows + jnp.arange(problem.tile.rows)
+    new, head = row // problem.group, row % problem.group
+    return new * problem.num_heads + kv_head * problem.group + head, new, row < problem.num_rows
+
+
+def _load_queries(problem, q_ref, norm_ref, flat, live, dtype):
+    """The query tile and, for v_rot, its rotated columns.
+
+    With v_rot the stored values stand for the unrotated keys: k_norm's weight belongs to them and
+    is folded into q before q is rounded; the rotated columns meet the stored rotated keys instead.
+    """
+
+    def load(columns):
+        index = (flat[:, None], columns[None, :])
+        return plt.load(q_ref.at[index], mask=live[:, None], other=0.0)
+
+    columns = jnp.arange(problem.head_dim)
+    q = load(columns)
+    if not problem.rotated:
+        return q.astype(dtype), None
+    half, rotated_half = problem.head_dim // 2, problem.rotated // 2
+    folded = q.astype(jnp.float32) * norm_ref[...].astype(jnp.float32)[None, :]
+    is_rotated = (columns % half) < rotated_half
+    kept = jnp.arange(problem.rotated)
+    kept = jnp.where(kept < rotated_half, kept, kept - rotated_half + half)
+    return jnp.where(is_rotated[None, :], 0.0, folded).astype(dtype), load(kept).astype(dtype)
+
+
+def _visit(problem, source, refs, queries, q_pos, span, split, carry):
+    """Adds one source's key blocks, those of this split, to the running (o, top, mass)."""
+    k_ref, v_ref = refs
+    q, q_rotated = queries
+    block, splits = problem.tile.block, problem.tile.splits
+    first, stop = source.blocks(span, block)
+    if splits > 1:
+        first = first + lax.rem(split - lax.rem(first, splits) + splits, splits)
+
+    def body(step, carry):
+        o, top, mass = carry
+        row, pos, exists = source.locate(first + step * splits, span, block)
+        rows = pl.ds(row, block)
+        k = plt.load(k_ref.at[rows, :], mask=exists[:, None], other=0.0)
+        v = plt.load(v_ref.at[rows, :], mask=exists[:, None], other=0.0)
+        scores = plt.dot(q, v.T if problem.rotated else k.T)
+        if problem.rotated:
+            scores += plt.dot(q_rotated, k.T)
+        visible = (pos[None, :] <= q_pos[:, None]) & exists[None, :]
+        if problem.window is not None:
+            visible &= q_pos[:, None] - pos[None, :] < problem.window
+        scores = jnp.where(visible, scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(1))
+        decay = jnp.exp2((top - new_top) * LOG2_E)
+        weights = jnp.exp2((scores - new_top[:, None]) * LOG2_E)
+        o = o * decay[:, None] + plt.dot(weights.astype(v.dtype), v)
+        return o, new_top, mass * decay + weights.sum(1)
+
+    if isinstance(source, Ring) and source.size == block * splits:
+        return body(0, carry)  # one block a program: no loop, every load is in flight at once
+    return lax.fori_loop(0, pl.cdiv(jnp.maximum(stop - first, 0), splits), body, carry)
+
+
+def _attend_kernel(problem, direct, starts_ref, ends_ref, norm_ref, q_ref, *refs):
+    """One program: grid (row tiles, splits, slots x KV heads)."""
+    kv_heads = problem.num_heads // problem.group
+    caches, outputs = refs[: 2 * len(problem.sources)], refs[2 * len(problem.sources) :]
+    # The last tiles see the most keys: they go first, so that short ones fill the end.
+    tile_index = problem.num_tiles - 1 - pl.program_id(0)
+    slot, kv_head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
+    flat, new, live = _flat_rows(problem, tile_index, kv_head)
+    start, end = starts_ref[slot], ends_ref[slot]
+    rows = problem.tile.rows
+    first = start + tile_index * rows // problem.group
+    last = start + (jnp.minimum((tile_index + 1) * rows, problem.num_rows) - 1) // problem.group
+    oldest = jnp.maximum(0, first - problem.window + 1) if problem.window is not None else 0
+    span = Span(start, end, first, last, jnp.int32(oldest))
+    queries = _load_queries(problem, q_ref, norm_ref, flat, live, caches[1].dtype)
+    carry = (
+        jnp.zeros((rows, problem.head_dim), jnp.float32),
+        jnp.full((rows,), EMPTY, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+    for i, source in enumerate(problem.sources):
+        pair = caches[2 * i : 2 * i + 2]
+        carry = _visit(problem, source, pair, queries, start + new, span, pl.program_id(1), carry)
+    o, top, mass = carry
+    columns = jnp.arange(problem.head_dim)[None, :]
+    if direct:
+        (out_ref,) = outputs
+        o = o / jnp.where(mass > 0, mass, 1.0)[:, None]
+        plt.store(out_ref.at[flat[:, None], columns], o.astype(out_ref.dtype), mask=live[:, None])
+    else:
+        o_ref, top_ref, mass_ref = outputs
+        plt.store(o_ref.at[jnp.arange(rows)[:, None], columns], o, mask=live[:, None])
+        top_ref[...] = top
+        mass_ref[...] = mass
+
+
+def _combine_kernel(problem, o_ref, top_ref, mass_ref, out_ref, *stat_refs):
+    """Merges the splits of one row: grid (rows, slots x sets of rows, column blocks)."""
+    splits, columns = problem.tile.splits, min(COLUMNS, problem.head_dim)
+    row, head = pl.program_id(0), pl.program_id(1) % (problem.num_heads // problem.group)
+    split = jnp.arange(next_power_of_two(splits))
+    valid, split = split < splits, jnp.minimum(split, splits - 1)
+    at = jnp.full(split.shape, row)
+    column = pl.program_id(2) * columns + jnp.arange(columns)
+    o = plt.load(
+        o_ref.at[split[:, None], at[:, None], column[None, :]], mask=valid[:, None], other=0.0
+    )
+    top = plt.load(top_ref.at[split, at], mask=valid, other=EMPTY)
+    mass = plt.load(mass_ref.at[split, at], mask=valid, other=0.0)
+    scale = jnp.exp2((top - top.max()) * LOG2_E)
+    total = (mass * scale).sum()
+    flat = row // problem.group * problem.num_heads + head * problem.group + row % problem.group
+    if stat_refs:
+        stat_refs[0][flat], stat_refs[1][flat] = top.max(), total
+    else:
+        scale /= jnp.where(total > 0, total, 1.0)
+    merged = (o * scale[:, None]).sum(0).astype(out_ref.dtype)
+    out_ref[flat, pl.ds(pl.program_id(2) * columns, columns)] = merged
+
+
+def _named(name, function, *static):
+    """The kernel with its static arguments bound, under the name that profilers show."""
+    kernel = functools.partial(function, *static)
+
+    def run(*refs):
+        return kernel(*refs)
+
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
+def _call(kernel, *, grid, ins, outs, warps, stages, interpret):
+    """pallas_call over (array, block spec) pairs; `outs` are (shape, spec)."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[spec for _, spec in ins],
+        out_specs=[spec for _, spec in outs],
+        out_shape=[shape for shape, _ in outs],
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name=kernel.__name__,
+    )(*[array for array, _ in ins])
+
+
+def attend(
+    q,
+    caches,
+    starts,
+    ends,
+    *,
+    name,
+    sources,
+    window,
+    tile,
+    k_norm=None,
+    per_head=False,
+    partials=False,
+    interpret,
+):
+    """Runs the split kernel and, where there is something to combine, the combining kernel.
+
+    Args:
+      q: [B, T, N, H].
+      caches: one (k, v) pair a source: [B, K, size, H], or [B, T, K, H] for a Chunk.
+      starts: [B] position of row 0.
+      ends: [B] one past the newest position.
+      name: name of the kernel in profiles and in the lowered module.
+      sources: where the keys of each pair are.
+      window: keys farther back than this are not seen; None: all are.
+      tile: the tile choice.
+      k_norm: [H], says that k holds rotated keys only (layout v_rot).
+      per_head: a program takes the rows of one query head, not of all that share a KV head.
+      partials: return (o, top, mass) in float32 instead of the output in the values' dtype.
+      interpret: run in Pallas's interpreter.
+    """
+    num_slots, num_new, num_heads, head_dim = q.shape
+    problem = Problem(
+        num_new=num_new,
+        num_heads=num_heads,
+        group=1 if per_head else num_heads // caches[0][0].shape[1],
+        head_dim=head_dim,
+        rotated=0 if k_norm is None else caches[0][0].shape[-1],
+        window=window,
+        sources=sources,
+        tile=tile,
+    )
+    norm = jnp.zeros((head_dim,), jnp.float32) if k_norm is None else k_norm
+    dtype = caches[0][1].dtype
+    sets = num_heads // problem.group  # of rows that share keys
+    share = sets // caches[0][0].shape[1]  # sets that read one KV head: 1 unless per_head
+
+    def whole(array):
+        return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
+
+    def cache_spec(source, array):
+        if isinstance(source, Chunk):
+            block = (None, array.shape[1], None, array.shape[3])
+            return pl.BlockSpec(block, lambda i, j, h: (h // sets, 0, h % sets // share, 0))
+        block = (None, None, *array.shape[2:])
+        return pl.BlockSpec(block, lambda i, j, h: (h // sets, h % sets // share, 0, 0))
+
+    flat = (num_slots, num_new * num_heads, head_dim)
+    by_slot = pl.BlockSpec((None, *flat[1:]), lambda i, j, h: (h // sets, 0, 0))
+    ins = [(starts, whole(starts)), (ends, whole(ends)), (norm, whole(norm))]
+    ins += [(q.reshape(flat), by_slot)]
+    for source, pair in zip(sources, caches, strict=True):
+        ins += [(array, cache_spec(source, array)) for array in pair]
+    direct = tile.splits == 1 and not partials
+    if direct:
+        outs = [(jax.ShapeDtypeStruct(flat, dtype), by_slot)]
+    else:
+        last = problem.num_tiles - 1
+        stat = pl.BlockSpec((None, None, tile.rows), lambda i, j, h: (h, j, last - i))
+        part = pl.BlockSpec((None, None, tile.rows, head_dim), lambda i, j, h: (h, j, last - i, 0))
+        stats = (num_slots * sets, tile.splits, problem.num_tiles * tile.rows)
+        outs = [(jax.ShapeDtypeStruct((*stats, head_dim), jnp.float32), part)]
+        outs += [(jax.ShapeDtypeStruct(stats, jnp.float32), stat)] * 2
+    result = _call(
+        _named(name, _attend_kernel, problem, direct),
+        grid=(problem.num_tiles, tile.splits, num_slots * sets),
+        ins=ins,
+        outs=outs,
+        warps=tile.warps,
+        stages=tile.stages,
+        interpret=interpret,
+    )
+    if direct:
+        return result[0].reshape(q.shape)
+    out_dtype = jnp.float32 if partials else dtype
+    return _combine(name, problem, result, q.shape, out_dtype, partials, interpret)
+
+
+def _combine(name, problem, parts, shape, dtype, partials, interpret):
+    """Merges the partial results of the splits into [B, T, N, H]."""
+    num_slots, num_new, num_heads, head_dim = shape
+    sets, rows = num_heads // problem.group, num_new * num_heads
+    ins = [
+        (x, pl.BlockSpec((None, *x.shape[1:]), lambda r, h, c, n=x.ndim: (h, *(0,) * (n - 1))))
+        for x in parts
+    ]
+    by_slot = pl.BlockSpec((None, rows, head_dim), lambda r, h, c: (h // sets, 0, 0))
+    outs = [(jax.ShapeDtypeStruct((num_slots, rows, head_dim), dtype), by_slot)]
+    if partials:
+        stat = pl.BlockSpec((None, rows), lambda r, h, c: (h // sets, 0))
+        outs += [(jax.ShapeDtypeStruct((num_slots, rows), jnp.float32), stat)] * 2
+    o, *stats = _call(
+        _named(f"{name}_combine", _combine_kernel, problem),
+        grid=(problem.num_rows, num_slots * sets, pl.cdiv(head_dim, COLUMNS)),
+        ins=ins,
+        outs=outs,
+        warps=4,
+        stages=1,
+        interpret=interpret,
+    )
+    o = o.reshape(shape)
+    return (o, *[s.reshape(shape[:3]) for s in stats]) if partials else o

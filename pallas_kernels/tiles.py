@@ -1,0 +1,175 @@
+"""Tile choices of the attention kernels: data with a computed shared-memory budget.
+
+A tile is frozen and validated; `choose` is a function of the kernel, the shape and the device and
+of nothing that varies at run time: not the batch, not a length. Key blocks are dealt to the
+splits in turn (block i belongs to split i mod splits), so a position's sum is taken in the same
+order at every length, alone or in a batch, decoded or verified. The numbers were measured on an
+H200; lowering does not notice a tile that needs too much shared memory, so it is rejected here.
+Imports nothing of the package.
+"""
+
+import dataclasses
+
+import jax
+
+HEAD_DIMS = (32, 64, 128, 256, 512)
+MAX_ROWS = 256
+# Shared memory that one program may use, in bytes, and the number of multiprocessors.
+DEVICES = {
+    "A100": (163 * 1024, 108),
+    "H100": (227 * 1024, 132),
+    "H200": (227 * 1024, 132),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """How one program of a split-KV kernel works.
+
+    Attributes:
+      rows: query rows (group x positions) of one program, a power of two >= 16.
+      block: keys of one step, a power of two >= 16.
+      splits: programs that share one slot's keys; their partial results are combined.
+      warps: warps of a program.
+      stages: depth of the load pipeline; one stage computes, the others load.
+    """
+
+    rows: int
+    block: int
+    splits: int
+    warps: int
+    stages: int
+
+    def __post_init__(self):
+        for field, low in (("rows", 16), ("block", 16), ("warps", 1)):
+            value = getattr(self, field)
+            if value < low or value & (value - 1):
+                raise ValueError(f"tile.{field}={value} must be a power of two >= {low}")
+        if self.splits < 1 or self.stages < 1:
+            raise ValueError(f"tile needs splits and stages >= 1: {self}")
+
+    def shared_memory(self, head_dim: int, rotated: int = 0, itemsize: int = 2) -> int:
+        """Bytes of shared memory of one program: query rows, weights and key and value blocks.
+
+        `rotated` is the width of the rotated keys of the `v_rot` layout (0: keys in full). Hopper's
+        64-row matrix instructions read a block while later ones load, so they hold one more.
+        """
+        keys = rotated or head_dim
+        queries = self.rows * (head_dim + rotated)
+        buffers = self.stages if self.rows >= 64 else max(1, self.stages - 1)
+        blocks = buffers * self.block * (keys + head_dim)
+        return itemsize * (queries + blocks + self.rows * self.block)
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two >= n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def current_device() -> str:
+    """Kind of the device that is traced for; a machine without a GPU stands in for an H200."""
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if abstract is not None:
+        return abstract.device_kind
+    device = jax.devices()[0]
+    return device.device_kind if device.platform in ("gpu", "cuda") else "NVIDIA H200"
+
+
+def limits(device_kind: str) -> tuple[int, int]:
+    """(shared memory of a program in bytes, multiprocessors) of a device kind."""
+    for name, limit in DEVICES.items():
+        if name in device_kind:
+            return limit
+    known = ", ".join(DEVICES)
+    raise NotImplementedError(
+        f"no tiles for device {device_kind!r}: tiles are known for {known}; use impl='xla'"
+    )
+
+
+def _fit(kernel, *, stages, head_dim, device, rotated=0, **tile) -> Tile:
+    """The tile with the deepest load pipeline that fits the device's shared memory."""
+    memory, _ = limits(device)
+    for depth in range(stages, 0, -1):
+        fitting = Tile(stages=depth, **tile)
+        if fitting.shared_memory(head_dim, rotated) <= memory:
+            return fitting
+    raise NotImplementedError(
+        f"{kernel}: {fitting.rows} rows x head_dim {head_dim} need "
+        f"{fitting.shared_memory(head_dim, rotated)} bytes of shared memory; {device} has {memory}"
+    )
+
+
+def _rows(rows: int, most: int) -> int:
+    return min(max(16, next_power_of_two(rows)), most)
+
+
+def _warps(rows: int, head_dim: int) -> int:
+    # A thread keeps rows x head_dim / (32 x warps) float32 sums: 128 of its 255 registers at most.
+    return 8 if rows * head_dim > 32 * 512 else 4
+
+
+def ring_tile(*, rows: int, head_dim: int, capacity: int, device: str) -> Tile:
+    """Ring attention: one block of 64 slots a program, so that every load is in flight at once."""
+    block = min(64, capacity & -capacity)
+    tile_rows = _rows(rows, 64)
+    return _fit(
+        "ring_attention",
+        rows=tile_rows,
+        block=block,
+        splits=min(capacity // block, 64),
+        warps=_warps(tile_rows, head_dim),
+        stages=1 if capacity // block <= 64 else 3,
+        head_dim=head_dim,
+        device=device,
+    )
+
+
+def grouped_tile(*, rows: int, head_dim: int, kv_heads: int, rotated: int = 0, device: str) -> Tile:
+    """Grouped attention: as many splits as give every multiprocessor one program of one slot."""
+    tile_rows = _rows(rows, 64)
+    programs = kv_heads * -(-max(16, rows) // tile_rows)
+    return _fit(
+        "grouped_attention",
+        rows=tile_rows,
+        block=32,
+        splits=max(1, limits(device)[1] // programs),
+        warps=_warps(tile_rows, head_dim),
+        stages=3,
+        head_dim=head_dim,
+        rotated=rotated,
+        device=device,
+    )
+
+
+def per_head_tile(*, rows: int, head_dim: int, device: str) -> Tile:
+    """The per-head baseline: a program walks its head's whole context."""
+    tile_rows = _rows(rows, 64)
+    return _fit(
+        "per_head_attention",
+        rows=tile_rows,
+        block=32,
+        splits=1,
+        warps=_warps(tile_rows, head_dim),
+        stages=3,
+        head_dim=head_dim,
+        device=device,
+    )
+
+
+def prefill_tile(
+    *, rows: int, head_dim: int, rotated: int = 0, capacity: int = 0, device: str
+) -> Tile:
+    """Prefill: as many rows as registers allow; a block divides the ring of `capacity` slots."""
+    tile_rows = _rows(rows, 64 if head_dim == 512 else 128)
+    block = 32 if head_dim == 512 else 64
+    return _fit(
+        "prefill_attention",
+        rows=tile_rows,
+        block=min(block, capacity & -capacity) if capacity else block,
+        splits=1,
+        warps=_warps(tile_rows, head_dim),
+        stages=3,
+        head_dim=head_dim,
+        rotated=rotated,
+        device=device,
+    )
