@@ -12,7 +12,7 @@ Positions are absolute everywhere and start at 0. Annotations are checked at run
 tests, which import the package through jaxtyping's hook, and cost nothing elsewhere.
 """
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 Tokens = Int[Array, "B T"]
 Positions = Int[Array, "B T"]
@@ -41,5 +41,6 @@ __all__ = [
     "Queries",
     "Slots",
     "Tokens",
+    "UInt",
     "Values",
 ]

@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from carat_jax.array_types import Array, Bool, Float, Int, Keys, Lengths, Slots, Values
 from carat_jax.cache.rows import of_slots
@@ -35,7 +36,7 @@ class PagedCache:
     table: Int[Array, "B P"]
 
     @classmethod
-    def empty(cls, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> "PagedCache":
+    def empty(cls, shape: tuple[int, int, int, int], dtype: DTypeLike) -> "PagedCache":
         """Enough pages for the ring shape `[B, K, C, H]`, in a scattered order."""
         num_slots, num_kv, capacity, head_dim = shape
         num_pages = -(-capacity // PAGE) + 1

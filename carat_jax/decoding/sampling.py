@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from carat_jax.array_types import Array, Bool, Float, Int, Lengths
+from carat_jax.array_types import Array, Bool, Float, Int, Lengths, UInt
 
 # A user's function on the logits `[R, V]` of tokens at `positions` `[R]`; pure and traceable.
 LogitsHook = Callable[[Array, Array], Array]
@@ -52,7 +52,7 @@ class SamplingState:
     top_p: Float[Array, "B"]
     min_p: Float[Array, "B"]
     repetition_penalty: Float[Array, "B"]
-    seed: Int[Array, "B"]
+    seed: UInt[Array, "B"]
     sample: Int[Array, "B"]
     bias: Float[Array, "B V"]
     seen: Bool[Array, "B V"]

@@ -15,6 +15,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from carat_jax.array_types import Array, Float, Hidden, Int, Lengths, Slots, Tokens
 from carat_jax.cache.bank import CacheBank
@@ -61,7 +62,7 @@ class StepContext:
 class RMSNorm(nnx.Module):
     """Root-mean-square norm with a plain weight."""
 
-    def __init__(self, name: str, width: int, eps: float, dtype: jnp.dtype):
+    def __init__(self, name: str, width: int, eps: float, dtype: DTypeLike):
         self.weight = vector(f"{name}.weight", width, dtype)
         self.eps = eps
 
@@ -73,7 +74,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Self-attention of one layer: fused projections, head norms, RoPE, cache, softmax, output."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
         spec, prefix = config.layer(index), f"layers.{index}.self_attn"
         self.spec, self.eps = spec, config.rms_norm_eps
         num_kv, dim, width = spec.num_kv_heads, spec.head_dim, config.hidden_size
@@ -151,7 +152,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """`down(gelu(gate x) * up x)`."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
         width, mlp, prefix = (
             config.hidden_size,
             config.layer(index).mlp_width,
@@ -184,7 +185,7 @@ class MLP(nnx.Module):
 class PerLayerInput(nnx.Module):
     """The gated per-layer embedding that E2B and E4B add after the MLP."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
         width, ple, prefix = (
             config.hidden_size,
             config.hidden_size_per_layer_input,
@@ -209,7 +210,7 @@ class PerLayerInput(nnx.Module):
 class DecoderLayer(nnx.Module):
     """One layer: attention and MLP, each between two norms, and the trained residual scale."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
         def norm(name: str) -> RMSNorm:
             return RMSNorm(f"layers.{index}.{name}", config.hidden_size, config.rms_norm_eps, dtype)
 
@@ -240,7 +241,7 @@ class DecoderLayer(nnx.Module):
 class PerLayerEmbedding(nnx.Module):
     """Per-layer inputs of E2B and E4B: a packed table, and a projection of the embedding."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
         self.num_layers, self.width = config.num_hidden_layers, config.hidden_size_per_layer_input
         packed, hidden = self.num_layers * self.width, config.hidden_size
         self.context_scale = hidden**-0.5
@@ -283,7 +284,7 @@ class Gemma4(nnx.Module):
       NotImplementedError: the model has a mixture of experts.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
         if config.enable_moe_block:
             raise NotImplementedError(
                 "Gemma 4 26B-A4B (mixture of experts) is not supported yet; "

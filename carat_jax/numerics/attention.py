@@ -14,6 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from carat_jax.array_types import (
     Array,
@@ -191,7 +192,7 @@ def attend(
     return out.reshape(q.shape)
 
 
-def _stages(scores: Array, mask: Array, v: Array, dtype: jnp.dtype) -> Array:
+def _stages(scores: Array, mask: Array, v: Array, dtype: DTypeLike) -> Array:
     """Softmax over the visible scores, and its product with the values: `[B, T, K, G, H]`."""
     scores = jnp.where(mask, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)

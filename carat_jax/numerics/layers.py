@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from carat_jax.array_types import Array, Float, Int
 
 
-def precision(dtype: jnp.dtype) -> lax.Precision | None:
+def precision(dtype: DTypeLike) -> lax.Precision | None:
     """Matmul precision for operands of `dtype`.
 
     A float32 product on a GPU would otherwise run in TF32, whose 10-bit mantissa is coarser than
@@ -65,7 +66,7 @@ def rope_tables(
 def rotate(
     x: Float[Array, "B T *heads H"],
     tables: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "B T *heads H"]:
     """Applies RoPE: dimension i turns with dimension i + H/2. In float32, rounded to `dtype`."""
     heads = tuple(range(2, x.ndim - 1))
