@@ -75,7 +75,7 @@ def test_all_forms_of_a_config_read_alike(name):
     ],
 )
 def test_sizes_have_the_published_parameters(size, num_params, num_tensors, num_full, num_sliding):
-    specs = leaves(split(Gemma4(FAMILIES[size], jnp.bfloat16))[1])
+    specs = leaves(split(Gemma4(FAMILIES[size], jnp.dtype("bfloat16")))[1])
     sources = [source for spec in specs for source in spec.tensors]
     assert sum(math.prod(spec.shape) for spec in specs) == num_params
     assert sum(math.prod(source.shape) for source in sources) == num_params
@@ -93,13 +93,13 @@ def leaves(specs):
 
 
 def test_bytes_are_those_of_the_leaves():
-    specs = split(Gemma4(FAMILIES["tiny"], jnp.float32))[1]
+    specs = split(Gemma4(FAMILIES["tiny"], jnp.dtype("float32")))[1]
     assert num_bytes(specs) == 4 * sum(math.prod(leaf.shape) for leaf in leaves(specs))
 
 
 def test_mixture_of_experts_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="26B-A4B"):
-        Gemma4(FAMILIES["26b-a4b"], jnp.bfloat16)
+        Gemma4(FAMILIES["26b-a4b"], jnp.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from carat_jax.decoding.steps import DecodeState, Steps, build_steps, empty_stat
 from carat_jax.families import ModelConfig, from_hf
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import ParamSpec, split
+from carat_jax.numerics.attention import PLAIN
 from tests.oracle import Reference
 from tests.toys import CONFIGS, make_weights
 
@@ -84,10 +85,10 @@ class Toy:
 
 def build(raw: dict, weights: dict | None = None, dtype=jnp.float32) -> Toy:
     """A toy from a flat text config; every tensor must be used exactly once."""
-    config = from_hf(raw)
+    config, dtype = from_hf(raw), jnp.dtype(dtype)
     weights = make_weights(raw) if weights is None else weights
     graph, specs = split(Gemma4(config, dtype))
-    steps = build_steps(graph, num_top=3, base_bias=jnp.zeros(config.vocab_size))
+    steps = build_steps(graph, PLAIN, num_top=3, base_bias=jnp.zeros(config.vocab_size))
     reference = Reference(raw, weights)
     return Toy(raw, config, place_all(specs, weights), steps, reference, jnp.dtype(dtype))
 
