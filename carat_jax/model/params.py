@@ -25,7 +25,8 @@ class TensorSource:
     The tensor `file` is placed as `parameter[index] = file.reshape(view).transpose(order)`.
 
     Attributes:
-      name: the tensor's name after the text model's prefix, `layers.3.self_attn.q_proj.weight`.
+      name: the tensor's name after the text model's prefix, `layers.3.self_attn.q_proj.weight`; a
+        leading "/" marks the full name of a tensor that stands outside the text model.
       shape: its shape in the file.
       view, order: how to read it; empty means as it is.
       index: where it lands; empty means the tensor is the whole parameter.
@@ -101,10 +102,12 @@ def random_params(specs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Seeded random weights, made on the device leaf by leaf.
 
     Matrices are normal with variance 1 / fan_in, vectors are one, so that activations keep their
-    size through any depth and logits stay in the range of a trained model's.
+    size through any depth and logits stay in the range of a trained model's. Ids are in order.
     """
 
     def make(index: int, spec: ParamSpec) -> jax.Array:
+        if jnp.issubdtype(spec.dtype, jnp.integer):
+            return jnp.arange(*spec.shape, dtype=spec.dtype)
         if not spec.fan_in:
             return jnp.ones(spec.shape, spec.dtype)
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
