@@ -174,12 +174,19 @@ def _visit(problem, source, refs, queries, q_pos, span, split, carry):
     if splits > 1:
         first = first + lax.rem(split - lax.rem(first, splits) + splits, splits)
 
+    one_shot = isinstance(source, Ring) and source.size == block * splits
+
     def body(step, carry):
         o, top, mass = carry
         row, pos, exists = source.locate(first + step * splits, span, block)
         rows = pl.ds(row, block)
-        k = plt.load(k_ref.at[rows, :], mask=exists[:, None], other=0.0)
-        v = plt.load(v_ref.at[rows, :], mask=exists[:, None], other=0.0)
+        if one_shot:
+            # Loads that do not wait for the slot's length; its dead slots are dropped after.
+            k, v = k_ref[rows, :], v_ref[rows, :]
+            v = jnp.where(exists[:, None], v, 0.0)
+        else:
+            k = plt.load(k_ref.at[rows, :], mask=exists[:, None], other=0.0)
+            v = plt.load(v_ref.at[rows, :], mask=exists[:, None], other=0.0)
         scores = plt.dot(q, v.T if problem.rotated else k.T)
         if problem.rotated:
             scores += plt.dot(q_rotated, k.T)
@@ -193,8 +200,8 @@ def _visit(problem, source, refs, queries, q_pos, span, split, carry):
         o = o * decay[:, None] + plt.dot(weights.astype(v.dtype), v)
         return o, new_top, mass * decay + weights.sum(1)
 
-    if isinstance(source, Ring) and source.size == block * splits:
-        return body(0, carry)  # one block a program: no loop, every load is in flight at once
+    if one_shot:
+        return body(0, carry)
     return lax.fori_loop(0, pl.cdiv(jnp.maximum(stop - first, 0), splits), body, carry)
 
 
@@ -283,6 +290,11 @@ def _call(kernel, *, grid, ins, outs, warps, stages, interpret):
     )(*[array for array, _ in ins])
 
 
+# Jitted so that a step that calls it once a layer traces and lowers it once.
+@functools.partial(
+    jax.jit,
+    static_argnames=("name", "sources", "window", "tile", "per_head", "partials", "interpret"),
+)
 def attend(
     q,
     caches,
