@@ -34,7 +34,6 @@ from carat_jax.setting_types import (
 # Values that keys declare but whose code has not landed are refused by this table; a key without a
 # row takes every value of its type.
 AVAILABLE: Mapping[str, tuple] = {
-    "attention.impl": (None, "xla"),
     "decode.drafter": ("none",),
     "decode.uniform_rows": (0,),
 }

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from carat_jax.array_types import Array, Bool, Float, Int, Keys, Lengths, Slots, Values
 from carat_jax.cache.rows import of_slots
-from carat_jax.numerics.attention import ChunkView, KeyView
+from carat_jax.numerics.attention import KeyView, LinearView, chunk_view, linear_positions
 
 PAGE = 16
 
@@ -72,22 +72,15 @@ class PagedCache:
         if num_rows <= self.capacity - PAGE - window + 1:
             return written, written.view(starts + num_valid, slots, window + num_rows - 1)
         before = self.view(starts, slots, window)
-        return written, ChunkView(
-            k=jnp.concatenate([before.k, jnp.swapaxes(k, 1, 2)], axis=2),
-            v=jnp.concatenate([before.v, jnp.swapaxes(v, 1, 2)], axis=2),
-            positions=jnp.concatenate(
-                [before.positions, jnp.where(row < num_valid[:, None], rows, -1)], axis=1
-            ),
-            num_ring=before.k.shape[2],
-        )
+        return written, chunk_view(before, k, v, starts, num_valid)
 
-    def view(self, ends: Lengths, slots: Slots | None, num_recent: int) -> KeyView:
+    def view(self, ends: Lengths, slots: Slots | None, num_recent: int) -> LinearView:
         """Gathers the pages that hold the last `num_recent` of `ends` positions."""
         num_pages = min(-(-num_recent // PAGE) + 1, self.table.shape[1])
         last = jnp.maximum(ends - 1, 0) // PAGE
-        logical = last[:, None] - jnp.arange(num_pages)[::-1]
-        positions = (logical[:, :, None] * PAGE + jnp.arange(PAGE)).reshape(len(ends), -1)
-        held = (positions >= 0) & (positions < ends[:, None])
+        first = jnp.maximum(last - num_pages + 1, 0)
+        logical = first[:, None] + jnp.arange(num_pages)
+        base = first * PAGE
         table = of_slots(self.table, slots)
         physical = jnp.take_along_axis(table, logical % table.shape[1], axis=1)
 
@@ -96,7 +89,9 @@ class PagedCache:
             found = pages[rows[:, None], physical]
             return jnp.moveaxis(found, 2, 1).reshape(len(ends), found.shape[2], -1, found.shape[4])
 
-        return KeyView(gather(self.k), gather(self.v), jnp.where(held, positions, -1))
+        positions = base[:, None] + linear_positions(ends - base, num_pages * PAGE)
+        positions = jnp.where(positions < base[:, None], -1, positions)
+        return LinearView(gather(self.k), gather(self.v), positions, ends, base)
 
     def _write(
         self,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from carat_jax.array_types import Array, CacheRows, Int, Keys, Lengths, Slots, Values
 from carat_jax.cache.rows import of_slots, write_rows
-from carat_jax.numerics.attention import ChunkView, KeyView, RingView, ring_positions
+from carat_jax.numerics.attention import KeyView, RingView, chunk_view, ring_positions
 
 
 def ring_capacity(window: int, max_rows: int, block: int = 1) -> int:
@@ -70,14 +70,7 @@ class RingCache:
         written = self._write(k, v, rows, num_valid, slots)
         if num_rows <= self.capacity - window + 1:
             return written, written.view(starts + num_valid, slots)
-        before = self.view(starts, slots)
-        real = jnp.arange(num_rows) < num_valid[:, None]
-        return written, ChunkView(
-            k=jnp.concatenate([before.k, jnp.swapaxes(k, 1, 2)], axis=2),
-            v=jnp.concatenate([before.v, jnp.swapaxes(v, 1, 2)], axis=2),
-            positions=jnp.concatenate([before.positions, jnp.where(real, rows, -1)], axis=1),
-            num_ring=self.capacity,
-        )
+        return written, chunk_view(self.view(starts, slots), k, v, starts, num_valid)
 
     def view(self, ends: Lengths, slots: Slots | None) -> RingView:
         """What queries see after `ends` positions were written to `slots`."""

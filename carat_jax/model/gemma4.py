@@ -142,7 +142,6 @@ class Attention(nnx.Module):
                 step.views[spec.index] = view
         with jax.named_scope("attend"):
             view = step.views[spec.kv_owner]
-            q = view.fold(q) if isinstance(view, RotatedView) else q.astype(x.dtype)
             heads = q.reshape(*q.shape[:2], -1, spec.head_dim)
             out = attend(heads, step.positions, view, spec.window, step.options)
         with jax.named_scope("o"):

@@ -5,8 +5,8 @@ global layer. A cache entry that holds nothing has a negative position and is vi
 what memory such an entry contains (zeros, old rows, NaN) never reaches a result.
 
 A view is what the queries of one step may look at on one layer. Layers that share a cache share
-the view. `attend` is plain JAX over any view; a view with a kernel of its own goes through that
-where `AttentionOptions` say so.
+the view. `attend` is plain JAX over any view, or the Pallas kernel for its kind, as the
+`AttentionOptions` say; nothing falls back from one to the other.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from carat_jax.array_types import (
     Array,
@@ -22,11 +21,18 @@ from carat_jax.array_types import (
     CacheRows,
     Float,
     Int,
+    Keys,
     Lengths,
     Positions,
     Queries,
+    Values,
 )
 from carat_jax.numerics.layers import product
+from pallas_kernels.grouped_attention import grouped_attention
+from pallas_kernels.per_head_attention import per_head_attention
+from pallas_kernels.prefill_attention import prefill_attention, prefill_ring_attention
+from pallas_kernels.ring_attention import ring_attention
+from pallas_kernels.tiles import MAX_ROWS
 
 # Scores held at once, in elements: above this the queries are taken in blocks (1 GiB of float32).
 _MAX_SCORES = 2**28
@@ -81,16 +87,41 @@ class RingView(KeyView):
 
 @dataclasses.dataclass(frozen=True)
 class LinearView(KeyView):
-    """A linear cache `[B, K, S, H]` that holds positions 0 to `ends - 1`."""
+    """Rows in order: entry j holds position `base + j`, up to position `ends - 1`."""
 
     ends: Lengths
+    base: Lengths | int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkView(KeyView):
-    """A ring as it was before a chunk, followed by the chunk's own rows."""
+    """A cache as it was before a chunk, followed by the chunk's own rows.
 
-    num_ring: int
+    The kernel takes the two parts as they are, `before` and `k_new`, `v_new` `[B, T, K, H]`; the
+    joined arrays are there for plain JAX.
+    """
+
+    before: KeyView
+    k_new: Keys
+    v_new: Values
+    ends: Lengths
+
+
+def chunk_view(
+    before: KeyView, k: Keys, v: Values, starts: Lengths, num_valid: Lengths
+) -> ChunkView:
+    """The view of a chunk of T rows, the first `num_valid` of them real, on top of `before`."""
+    rows = jnp.arange(k.shape[1])
+    positions = jnp.where(rows < num_valid[:, None], starts[:, None] + rows, -1)
+    return ChunkView(
+        k=jnp.concatenate([before.k, jnp.swapaxes(k, 1, 2)], axis=2),
+        v=jnp.concatenate([before.v, jnp.swapaxes(v, 1, 2)], axis=2),
+        positions=jnp.concatenate([before.positions, positions], axis=1),
+        before=before,
+        k_new=k,
+        v_new=v,
+        ends=starts + num_valid,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,24 +197,74 @@ def attend(
 ) -> Queries:
     """Softmax attention with unscaled scores; query head n reads KV head n // (N / K).
 
-    Scores and softmax are float32; probabilities are rounded to the values' type, as in
-    transformers. A query that sees nothing gets zeros.
+    Args:
+      q: rotated queries; float32 keeps them from being rounded before a `RotatedView` folds its
+        key weight into them.
+      query_pos: their positions, each slot's in a row.
+      view: what they may look at.
+      window: W of the layer, None on a global one.
+      options: how to compute it.
+
+    Returns:
+      The heads' outputs, in the cache's type. A query that sees nothing gets zeros.
     """
+    is_short = q.shape[1] * q.shape[2] // view.v.shape[1] <= MAX_ROWS
+    has_stages = not options.is_fused and window is None and is_short
+    if options.impl == "xla" or has_stages:
+        return _attend_plain(q, query_pos, view, window, options)
+    starts, impl = query_pos[:, 0], options.impl
+    match view:
+        case ChunkView(before=RingView() as ring):
+            return prefill_ring_attention(
+                q.astype(ring.k.dtype), ring.k, ring.v, view.k_new, view.v_new, starts, view.ends,
+                window=window, impl=impl,
+            )  # fmt: skip
+        case RingView():
+            return ring_attention(
+                q.astype(view.k.dtype), view.k, view.v, starts, view.ends, window=window, impl=impl
+            )
+        case RotatedView():
+            kernel = grouped_attention if is_short else prefill_attention
+            return kernel(
+                q.astype(jnp.float32), view.k_rot, view.v, starts, view.ends,
+                k_norm=view.key_weight, impl=impl,
+            )  # fmt: skip
+        case LinearView():
+            kernel = prefill_attention
+            if is_short:
+                kernel = grouped_attention if options.group_heads else per_head_attention
+            return kernel(
+                q.astype(view.k.dtype), view.k, view.v, starts - view.base, view.ends - view.base,
+                window=window, impl=impl,
+            )  # fmt: skip
+    # A paged cache under a long chunk: the baseline has no kernel for its gathered pages.
+    return _attend_plain(q, query_pos, view, window, options)
+
+
+def _attend_plain(
+    q: Queries,
+    query_pos: Positions,
+    view: KeyView | RotatedView,
+    window: int | None,
+    options: AttentionOptions,
+) -> Queries:
+    """`attend` in plain JAX: scores and softmax in float32, probabilities in the values' type."""
     num_keys = view.v.shape[2]
     if options.num_keys is not None and window is None:
         num_keys = min(num_keys, options.num_keys)
     # 0 * NaN is NaN: values nobody may see are cleared, not only given probability zero.
     key_pos = view.positions[:, :num_keys]
     v = jnp.where((key_pos >= 0)[:, None, :, None], view.v[:, :, :num_keys], 0)
+    q = view.fold(q) if isinstance(view, RotatedView) else q.astype(v.dtype)
     grouped = q.reshape(*q.shape[:2], v.shape[1], -1, q.shape[-1])
 
     def block(q: Array, query_pos: Array) -> Array:
         mask = visible(query_pos, key_pos, window)[:, None, None]
         if options.group_heads:
-            return _stages(view.scores(q, num_keys), mask, v, q.dtype)
+            return _stages(view.scores(q, num_keys), mask, v)
         # The baseline: the products of each query head by themselves.
         heads = [
-            _stages(view.scores(q[:, :, :, g : g + 1], num_keys), mask, v, q.dtype)
+            _stages(view.scores(q[:, :, :, g : g + 1], num_keys), mask, v)
             for g in range(q.shape[3])
         ]
         return jnp.concatenate(heads, axis=3)
@@ -192,14 +273,14 @@ def attend(
     return out.reshape(q.shape)
 
 
-def _stages(scores: Array, mask: Array, v: Array, dtype: DTypeLike) -> Array:
+def _stages(scores: Array, mask: Array, v: Array) -> Array:
     """Softmax over the visible scores, and its product with the values: `[B, T, K, G, H]`."""
     scores = jnp.where(mask, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     probs = (weights / jnp.where(total > 0, total, 1)).astype(v.dtype)
-    return product("bkgts,bksh->btkgh", probs, v).astype(dtype)
+    return product("bkgts,bksh->btkgh", probs, v).astype(v.dtype)
 
 
 def _by_blocks(function, q: Array, query_pos: Array, max_rows: int) -> Array:
