@@ -1,0 +1,23 @@
+"""How tests run: on the CPU unless CARAT_TEST_GPU is set, array shapes checked in every call.
+
+Two virtual CPU devices are there for the sharding test; everything else stays on the first. The
+array floors are imported through jaxtyping's hook, so each annotated shape and type is enforced.
+The floors above deal in plain Python values, whose wrong types they refuse themselves and in words.
+"""
+
+import os
+
+from jaxtyping import install_import_hook
+
+import tests.typecheck  # noqa: F401  (the hook finds its checker among what is imported)
+
+if not os.environ.get("CARAT_TEST_GPU"):
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    two_devices = "--xla_force_host_platform_device_count=2"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {two_devices}".strip()
+
+_ARRAY_FLOORS = ("numerics", "cache", "model", "decoding")
+install_import_hook(
+    ["pallas_kernels", *(f"carat_jax.{floor}" for floor in _ARRAY_FLOORS)],
+    "tests.typecheck.checked",
+)
