@@ -1,0 +1,265 @@
+"""Trains the MTP assistant of `tiny` against its frozen files, and writes the assistant's folder.
+
+    python -m tools.train_tiny_assistant --out /tmp/assistant --minutes 3   # on a GPU, extra `train`
+    python -m tools.train_tiny_assistant --out carat_jax/tiny/assistant --score_only
+
+A training row is a text of the corpus, read once by the target. Every position of it starts a
+burst, exactly as in inference: one position, the keys before it, the target's state, then the
+assistant's own states fed back; only the tokens are the text's. Learned is the target's own choice
+at each step, weighted by how sure the target is, because that is what a draft must meet.
+"""
+
+import argparse
+import functools
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import carat_jax
+from carat_jax.assistant_families import ASSISTANTS, AssistantConfig
+from carat_jax.cache.bank import CacheBank
+from carat_jax.families import FAMILIES
+from carat_jax.model.assistant import Assistant, draft, load_assistant, target_views
+from carat_jax.model.checkpoint import load_params
+from carat_jax.model.gemma4 import Gemma4
+from carat_jax.model.params import merge, split
+from carat_jax.numerics.attention import KeyView
+from tools.tiny_corpus import held_out_prompts
+from tools.train_tiny import (
+    GENERATION_CONFIG,
+    TINY,
+    batches,
+    checkpoint_tensors,
+    hf_config,
+    initial_params,
+)
+
+_BFLOAT16 = jnp.dtype("bfloat16")
+
+
+def parse_flags() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--minutes", type=float, default=3.0, help="wall time of the training loop")
+    parser.add_argument("--steps", type=int, help="exact number of steps, instead of --minutes")
+    parser.add_argument("--batch", type=int, default=32, help="rows of a step")
+    parser.add_argument("--length", type=int, default=384, help="tokens of a row")
+    parser.add_argument("--num_drafts", type=int, default=4, help="steps of a burst")
+    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
+    parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count())
+    parser.add_argument("--seed", type=int, default=1, help="not that of the target's texts")
+    parser.add_argument("--skip_score", action="store_true", help="train and write, judge nothing")
+    parser.add_argument("--score_only", action="store_true", help="judge --out, train nothing")
+    return parser.parse_args()
+
+
+class Recorded:
+    """A cache that holds the rows of one step and nothing before them."""
+
+    def __init__(self, k=None, v=None):
+        self.k, self.v = k, v
+
+    def extend(self, k, v, starts, num_valid, slots, window):
+        """Holds these rows; see `RingCache.extend`."""
+        held = Recorded(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
+        return held, held.view(starts + num_valid, slots)
+
+    def view(self, ends, slots):
+        """Shows all rows; see `RingCache.view`."""
+        del slots
+        positions = jnp.broadcast_to(jnp.arange(self.k.shape[2]), (len(ends), self.k.shape[2]))
+        return KeyView(self.k, self.v, positions)
+
+
+def read(target: Gemma4, tokens):
+    """The target's states of a text, and what an assistant sees of its caches."""
+    num_rows, length = tokens.shape
+    empty = {layer.index: Recorded() for layer in target.config.kv_owners}
+    bank = CacheBank(empty, jnp.zeros(num_rows, jnp.int32), max_rollback=0)
+    hidden, bank = target(tokens, bank, jnp.full(num_rows, length, jnp.int32))
+    return hidden, target_views(target, bank)
+
+
+def at_every_position(function):
+    """`function` of rows `[B, ...]`, over the second axis of `[B, N, ...]`."""
+    return jax.vmap(function, in_axes=1, out_axes=1)
+
+
+def make_loss(config: AssistantConfig, num_drafts: int):
+    """`loss(params, target_params, rows)` of a burst from every position, and the specs."""
+    target_graph, _ = split(Gemma4(FAMILIES["tiny"], _BFLOAT16))
+    graph, specs = split(Assistant(config, FAMILIES["tiny"], _BFLOAT16))
+
+    def loss(params, target_params, tokens):
+        assistant = merge(graph, jax.tree.map(lambda x: x.astype(_BFLOAT16), params))
+        target = merge(target_graph, target_params)
+        hidden, views = read(target, tokens)
+        target_logits = target.logits(hidden)
+        choice = jnp.argmax(target_logits, axis=-1)
+        certainty = jnp.exp(jnp.max(jax.nn.log_softmax(target_logits), axis=-1))
+        embedding = target.embed_tokens.get_value()[tokens]
+        embedding *= jnp.asarray(config.backbone_hidden_size**0.5, _BFLOAT16)
+
+        step = at_every_position(lambda *rows: assistant(*rows, views))
+        score = at_every_position(assistant.logits)
+        count = tokens.shape[1] - num_drafts
+        positions = jnp.broadcast_to(1 + jnp.arange(count), (len(tokens), count))
+        state, losses, weights = hidden[:, :count], 0.0, 0.0
+        for drafted in range(num_drafts):
+            here = slice(1 + drafted, 1 + drafted + count)
+            y, state = step(embedding[:, here], state, positions)
+            logits = score(y)
+            chosen = jnp.take_along_axis(logits, choice[:, here, None], axis=-1)[..., 0]
+            entropy = jax.nn.logsumexp(logits, axis=-1) - chosen
+            losses += jnp.sum(entropy * certainty[:, here])
+            weights += jnp.sum(certainty[:, here])
+        return losses / weights
+
+    return loss, specs
+
+
+def train(flags: argparse.Namespace, config: AssistantConfig):
+    """Runs the training loop; returns the parameters and their specs."""
+    import optax
+
+    feed = batches(str(TINY), flags.batch, flags.length, flags.seed, flags.workers)
+    target_params = load_params(TINY, split(Gemma4(FAMILIES["tiny"], _BFLOAT16))[1])
+    loss, specs = make_loss(config, flags.num_drafts)
+    params = initial_params(specs, flags.seed)
+    print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters", flush=True)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(b1=0.9, b2=0.98),
+        optax.add_decayed_weights(0.02, mask=jax.tree.map(lambda x: x.ndim > 1, params)),
+    )
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, target_params, rows, rate):
+        value, grads = jax.value_and_grad(loss)(params, target_params, rows.astype(jnp.int32))
+        updates, state = optimizer.update(grads, state, params)
+        return jax.tree.map(lambda p, u: p - rate * u, params, updates), state, value
+
+    state, began, num_steps, warmup = optimizer.init(params), time.time(), flags.steps, 200
+    for index, rows in enumerate(feed):
+        if index == 5:
+            jax.block_until_ready(params)
+            began = time.time()
+        if index == 55 and num_steps is None:
+            jax.block_until_ready(params)
+            each = (time.time() - began) / 50
+            num_steps = index + int((flags.minutes * 60 - (time.time() - began)) / each)
+            print(f"{each * 1e3:.1f} ms a step: --steps {num_steps}", flush=True)
+        if index == num_steps:
+            break
+        progress = index / num_steps if num_steps else 0.0
+        rate = flags.rate * min(1.0, (index + 1) / warmup) * 0.5 * (1 + np.cos(np.pi * progress))
+        params, state, value = step(
+            params, state, target_params, jnp.asarray(rows), np.float32(rate)
+        )
+        if index % 100 == 0:
+            print(f"{index:6d} {time.time() - began:6.1f} s  loss {float(value):.4f}", flush=True)
+    print(f"last loss {float(value):.4f} after {time.time() - began:.0f} s", flush=True)
+    return params, specs
+
+
+def assistant_config_json(config: AssistantConfig) -> dict:
+    """`config.json` of the assistant, as published ones are written."""
+    text = hf_config(config)
+    del text["architectures"]
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "dtype": "bfloat16",
+        "backbone_hidden_size": config.backbone_hidden_size,
+        "use_ordered_embeddings": config.use_ordered_embeddings,
+        "num_centroids": config.num_centroids,
+        "centroid_intermediate_top_k": config.centroid_intermediate_top_k,
+        "tie_word_embeddings": True,
+        "text_config": text
+        | {"num_kv_shared_layers": config.num_hidden_layers, "vocab_size_per_layer_input": 0},
+    }
+
+
+def write_folder(folder: Path, config: AssistantConfig, params, specs) -> None:
+    """Writes every file of the published format."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (
+        ("config.json", assistant_config_json(config)),
+        ("generation_config.json", GENERATION_CONFIG),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    tensors = {
+        name.removeprefix("model./"): tensor
+        for name, tensor in checkpoint_tensors(params, specs).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def print_acceptance(folder: Path, num_drafts: int = 3, length: int = 384) -> None:
+    """Drafts along held-out texts of `tiny`'s own, greedy and drawn, and prints what is accepted.
+
+    The rounds are those of point-mass drafts: a draft is accepted iff it is the text's next token.
+    """
+    dtype = jnp.dtype("float32")
+    target_graph, target_specs = split(Gemma4(FAMILIES["tiny"], dtype))
+    graph, params = load_assistant(folder, FAMILIES["tiny"], dtype)
+    target_params = load_params(TINY, target_specs)
+
+    @jax.jit
+    def drafts_of(params, target_params, tokens):
+        assistant, target = merge(graph, params), merge(target_graph, target_params)
+        hidden, views = read(target, tokens)
+
+        def burst(token, state, position):
+            return draft(assistant, target, views, token, state, position, num_drafts).tokens
+
+        positions = 1 + jnp.arange(length - 1)[None]
+        return at_every_position(burst)(tokens[:, 1:], hidden[:, :-1], positions)[0]
+
+    engine = carat_jax.load(str(TINY), dtype="float32", engine={"max_batch": 16})
+    asked = [
+        engine.tokenizer.encode_chat([{"role": "user", "content": p.text}]) if p.is_chat else p.text
+        for p in held_out_prompts()
+    ]
+    for temperature in (0.0, 1.0):
+        law = carat_jax.SamplingParams(temperature=temperature, max_tokens=200, seed=0)
+        committed, reached, accepted = 0, np.zeros(num_drafts), np.zeros(num_drafts)
+        for result in engine.generate(asked, law):
+            start, ids = len(result.prompt_ids), [*result.prompt_ids, *result.ids][:length]
+            row = np.array([ids + [0] * (length - len(ids))], np.int32)
+            drafts = np.asarray(drafts_of(params, target_params, row))
+            # The first token comes from the prefill: it is the first burst's bonus.
+            while start < len(ids) - 1:
+                wanted = ids[start + 1 : start + 1 + num_drafts]
+                matches = drafts[start - 1, : len(wanted)] == wanted
+                num_accepted = int(np.cumprod(matches).sum())
+                reached[: min(num_accepted + 1, len(wanted))] += 1
+                accepted[:num_accepted] += 1
+                start += num_accepted + 1
+                committed += min(num_accepted + 1, len(wanted))
+        print(
+            f"temperature {temperature}: {committed / reached[0]:.3f} tokens a pass with "
+            f"{num_drafts} drafts; accepted at each place {np.round(accepted / reached, 3)}"
+        )
+
+
+def main() -> None:
+    """Trains, writes and judges."""
+    flags = parse_flags()
+    if not flags.score_only:
+        config = ASSISTANTS["tiny"]
+        write_folder(flags.out, config, *train(flags, config))
+    if not flags.skip_score:
+        print_acceptance(flags.out)
+
+
+if __name__ == "__main__":
+    main()
