@@ -70,17 +70,23 @@ def read_config(folder: Path) -> tuple[families.ModelConfig, dict[str, Any]]:
         raise ValueError(f"{folder}: no config.json; is this the folder of a checkpoint?")
     raw = read_json(path)
     text = raw.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise ValueError(f"{path}: text_config is not an object")
     for section in (raw, text):
-        if quantization := section.get("quantization_config"):
-            method = quantization.get("quant_method", "unnamed")
+        if found := section.get("quantization_config"):
+            method = found.get("quant_method", "unnamed") if isinstance(found, dict) else found
             raise ValueError(
                 f"{folder}: quantised by {method!r} (quantization_config); only bfloat16 and "
                 "float32 checkpoints are supported"
             )
     try:
         config = families.from_hf(raw)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: a value has the wrong type: {error}") from error
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{path}: a value is missing or has the wrong type: {error}") from error
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is int and type(value) is not int:
+            raise ValueError(f"{path}: {field.name}: {value!r} is not a whole number")
     # The flag stands in both sections of a nested file; either can say that the head is separate.
     is_tied = all(section.get("tie_word_embeddings", True) for section in (raw, text))
     return dataclasses.replace(config, tie_word_embeddings=is_tied), raw

@@ -7,6 +7,7 @@ the host never holds more than two parameters, the device never more than the we
 """
 
 import logging
+import math
 import os
 import re
 import time
@@ -124,7 +125,8 @@ def read_headers(folder: Path) -> tuple[dict[str, StoredTensor], list[str], set[
                 place = weight_map.get(name, "no file")
                 problems.append(f"{name}: in {file}, but {INDEX} says {place}")
             tensors[name] = tensor
-        if absent := [n for n, f in weight_map.items() if f == file and n not in found]:
+        absent = [n for n, f in weight_map.items() if f == file and n not in found]
+        if absent and (found or not faults):
             problems.append(f"{file}: lacks tensors that {INDEX} promises: {_list(absent)}")
     return tensors, problems, set(weight_map)
 
@@ -244,9 +246,8 @@ def _head_problems(heads: list[StoredTensor], embedding: StoredTensor, is_tied: 
 def _same_bytes(a: StoredTensor, b: StoredTensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    rows = max(1, 2**26 * a.shape[0] // max(1, a.num_bytes))
-    parts = [slice(i, i + rows) for i in range(0, a.shape[0], rows)]
-    first, second = (np.memmap(t.file, "u1", "r", t.start, (t.shape[0], -1)) for t in (a, b))
+    first, second = (np.memmap(t.file, "u1", "r", t.start, (t.num_bytes,)) for t in (a, b))
+    parts = [slice(i, i + _BLOCK_BYTES) for i in range(0, a.num_bytes, _BLOCK_BYTES)]
     return all(np.array_equal(first[part], second[part]) for part in parts)
 
 
@@ -272,6 +273,8 @@ def _assemble(spec: ParamSpec, tensors: list[StoredTensor], pool: Executor) -> n
     it three times faster, and faster than XLA does it on a CPU.
     """
     result = np.empty(spec.shape, jnp.dtype(spec.dtype))
+    filled = sum(math.prod(source.shape) for source in spec.tensors)
+    assert filled == result.size, f"{spec}: its tensors do not cover it"
     blocks = []
     for source, tensor in zip(spec.tensors, tensors, strict=True):
         stored = tensor.read().reshape(source.view or source.shape)

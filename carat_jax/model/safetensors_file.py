@@ -61,10 +61,12 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         text = stream.read(length)
     try:
         entries = json.loads(text, object_pairs_hook=_unique)
-        entries.pop("__metadata__", None)
-    except (ValueError, AttributeError) as error:
+        if not isinstance(entries, dict):
+            raise ValueError("not a JSON object")
+    except ValueError as error:
         return {}, [f"{file.name}: unreadable header: {error}"]
     tensors, problems = {}, []
+    entries.pop("__metadata__", None)
     for name, entry in entries.items():
         try:
             tensors[name] = _parse(name, entry, file, 8 + length)

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 def is_orbax(folder: Path) -> bool:
     """Whether a folder holds a converted checkpoint, whole or damaged."""
-    return (folder / MANIFEST).is_file() or (folder / PARAMS).is_dir()
+    return (folder / MANIFEST).is_file() or (folder / PARAMS / "_METADATA").is_file()
 
 
 def check_free(folder: Path) -> None:
