@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from carat_jax.cache.bank import rollback
+from carat_jax.cache.bank import CacheKinds, rollback
 from carat_jax.decoding.steps import SamplerKind
 from tests.oracle import Reference, log_softmax, top2_gap
 from tests.toy_model import MAX_ROWS, build, poison, toy
@@ -154,15 +154,27 @@ def test_block_rows_agree_at_every_length_around_the_window(name, num_rows):
             assert_logits(logits, model.reference.logits(ids)[-num_rows:])
 
 
-@pytest.mark.parametrize("name", ["T4", "T4e"])
-def test_rejected_rows_leave_no_trace(name):
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("T4", CacheKinds()),
+        ("T4e", CacheKinds()),
+        ("T4", CacheKinds(block=8)),
+        ("T4", CacheKinds(local_layers="paged")),
+        ("T4", CacheKinds(local_layers="full")),
+        ("T4", CacheKinds(global_layers="v_rot")),
+    ],
+    ids=["T4", "T4e", "block", "paged", "full", "v_rot"],
+)
+def test_rejected_rows_leave_no_trace_in_any_cache(name, kinds):
     # given a text in blocks of five of which the last `rejected` rows were wrong, cyclically,
     # and rejected by a rollback that differs from slot to slot
     model = toy(name)
     texts = [make_ids(model.raw, 70, seed=n) for n in range(3)]
     want = reference_logits(model, texts)
     starts = (3, 8, 14)
-    bank, _ = model.feed(model.bank(), [t[:n] for t, n in zip(texts, starts, strict=True)], W + 1)
+    prompts = [text[:n] for text, n in zip(texts, starts, strict=True)]
+    bank, _ = model.feed(model.bank(kinds=kinds), prompts, W + 1)
     lengths = list(starts)
     for round_ in range(14):
         kept = [1 + (round_ + slot * 2) % MAX_ROWS for slot in range(3)]
@@ -177,6 +189,15 @@ def test_rejected_rows_leave_no_trace(name):
             assert_logits(got[slot][: kept[slot]], want[slot][first : lengths[slot]])
             bank = rollback(bank, slot, lengths[slot], held=first + MAX_ROWS)
     assert bank.lengths.tolist() == lengths
+
+
+@pytest.mark.parametrize("num_keys", [40, 64])
+def test_a_declared_key_count_of_global_layers_changes_nothing(num_keys, sequences):
+    # given texts that all end below the count
+    model, texts = toy("T4"), [ids[:40] for ids in sequences]
+    _, got = model.feed(model.bank(), texts, MAX_ROWS, num_keys=num_keys)
+    for logits, want in zip(got, reference_logits(model, texts), strict=True):
+        assert_logits(logits, want)
 
 
 # What the caches hold.

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from carat_jax.cache.bank import CacheBank, empty_bank
+from carat_jax.cache.bank import PLAIN as RINGS
+from carat_jax.cache.bank import CacheBank, CacheKinds, empty_bank
 from carat_jax.decoding.steps import DecodeState, Steps, build_steps, empty_state
 from carat_jax.families import ModelConfig, from_hf
 from carat_jax.model.gemma4 import Gemma4
@@ -56,22 +57,26 @@ class Toy:
     reference: Reference
     dtype: jnp.dtype
 
-    def bank(self, num_slots: int = 3, max_context: int = 96) -> CacheBank:
+    def bank(
+        self, num_slots: int = 3, max_context: int = 96, kinds: CacheKinds = RINGS
+    ) -> CacheBank:
         """An empty bank."""
-        return empty_bank(self.config, num_slots, max_context, MAX_ROWS, self.dtype)
+        return empty_bank(self.config, num_slots, max_context, MAX_ROWS, self.dtype, kinds)
 
     def state(self, num_slots: int = 3, max_context: int = 96) -> DecodeState:
         """A decode state over an empty bank."""
         return empty_state(self.bank(num_slots, max_context), self.config.vocab_size)
 
-    def feed(self, bank: CacheBank, sequences, chunk: int) -> tuple[CacheBank, list[np.ndarray]]:
+    def feed(
+        self, bank: CacheBank, sequences, chunk: int, num_keys: int | None = None
+    ) -> tuple[CacheBank, list[np.ndarray]]:
         """Feeds one sequence to each slot in chunks of `chunk` rows; all rows' logits per slot."""
         logits = [[] for _ in sequences]
         for first in range(0, max(map(len, sequences)), chunk):
             parts = [list(ids[first : first + chunk]) for ids in sequences]
             tokens = np.array([part + [7] * (chunk - len(part)) for part in parts], np.int32)
             num_valid = np.array([len(part) for part in parts], np.int32)
-            bank, out = self.steps.extend(self.params, bank, tokens, num_valid)
+            bank, out = self.steps.extend(self.params, bank, tokens, num_valid, num_keys)
             for row, part in enumerate(parts):
                 logits[row].append(np.asarray(out[row, : len(part)]))
         nothing = np.zeros((0, self.config.vocab_size), np.float32)
