@@ -33,10 +33,7 @@ from carat_jax.setting_types import (
 
 # Values that keys declare but whose code has not landed are refused by this table; a key without a
 # row takes every value of its type.
-AVAILABLE: Mapping[str, tuple] = {
-    "decode.drafter": ("none",),
-    "decode.uniform_rows": (0,),
-}
+AVAILABLE: Mapping[str, tuple] = {}
 RANDOM_MODELS = tuple(name for name, facts in FAMILIES.items() if not facts.enable_moe_block)
 
 
@@ -150,16 +147,23 @@ class DecodeConfig(_Section):
     """How tokens are proposed and verified.
 
     Attributes:
-      drafter: Who proposes tokens: the checkpoint's `mtp` assistant, an `ngram` lookup, both, a
+      drafter: Who proposes tokens: the MTP `assistant`, an `ngram` lookup, both `combined`, a
         smaller `model`, or `none`.
       draft_len: Tokens proposed per round.
-      uniform_rows: Rows per slot that decode and verify share in one executable; 0 is off.
+      draft_model: Folder or hub name of the assistant or of the smaller model; null is the
+        assistant that belongs to the target.
+      uniform_rows: Rows per slot that decode and verify share in one executable, so that greedy
+        output is bit for bit the same with and without drafts; 0 is off.
+      simulate_acceptance: Tokens a round commits on average, whatever was drafted: to measure
+        speed without trained weights. null is off.
     """
 
     PREFIX = "decode."
-    drafter: Literal["none", "mtp", "ngram", "mtp+ngram", "model"] = setting("none")
+    drafter: Literal["none", "assistant", "ngram", "combined", "model"] = setting("none")
     draft_len: int = _between(1, 15, 3)
+    draft_model: str | None = setting(None)
     uniform_rows: int = _between(0, 16, 0)
+    simulate_acceptance: float | None = _between(1, 16, None)
 
 
 @dataclasses.dataclass(frozen=True)

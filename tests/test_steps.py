@@ -4,6 +4,8 @@ Slots run together at unequal lengths wherever they can, so each comparison also
 neighbour, its padding and its unused memory change nothing.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,18 +88,17 @@ def test_greedy_decoding_of_uneven_slots_writes_the_reference_text(name):
     prompts = [make_ids(model.raw, n, seed=1) for n in (4, W, 21)]
     bank, logits = model.feed(model.bank(), prompts, W + 1)
     state = model.state()
-    state = type(state)(
+    state = dataclasses.replace(
+        state,
         bank=bank,
         tokens=jnp.asarray([rows[-1].argmax() for rows in logits], jnp.int32),
         is_active=jnp.ones(3, bool),
-        sampling=state.sampling,
     )
     texts = [[int(token)] for token in state.tokens]
     for step in range(39):
-        state, logits = steps.decode(params, state)
+        state, drawn = steps.round(params, state, GREEDY)
         assert state.bank.lengths.tolist() == [len(ids) + step + 1 for ids in prompts]
-        state, drawn = steps.sample(state, logits, GREEDY)
-        for text, token in zip(texts, np.asarray(drawn.tokens), strict=True):
+        for text, token in zip(texts, np.asarray(drawn.tokens)[:, 0], strict=True):
             text.append(int(token))
     for ids, text in zip(prompts, texts, strict=True):
         want = model.reference.logits(ids + text)[len(ids) - 1 : -1]
@@ -110,15 +111,14 @@ def test_idle_slots_keep_every_bit_while_others_decode(sequences):
     state = model.state()
     bank, _ = model.feed(model.bank(), sequences, W + 1)
     before = jax.tree.map(np.asarray, bank)
-    state = type(state)(
+    state = dataclasses.replace(
+        state,
         bank=bank,
         tokens=jnp.asarray([5, 6, 7], jnp.int32),
         is_active=jnp.asarray([False, True, False]),
-        sampling=state.sampling,
     )
     for _ in range(3):
-        state, logits = model.steps.decode(model.params, state)
-        state, _ = model.steps.sample(state, logits, GREEDY)
+        state, _ = model.steps.round(model.params, state, GREEDY)
     assert state.bank.lengths.tolist() == [60, 14, 3]
     assert state.tokens.tolist()[::2] == [5, 7]
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.bank), strict=True):
@@ -351,18 +351,18 @@ def test_the_embedding_scale_is_not_rounded_to_bfloat16_in_a_float32_model():
 def test_lengths_and_contents_never_compile_again(sequences):
     model = toy("T4")
     model.feed(model.bank(), sequences, MAX_ROWS)
-    count = model.steps.extend._cache_size()
+    count = model.steps.verify._cache_size()
     for n in (1, 4, 5, 6, 23):
         model.feed(model.bank(), [ids[:n] for ids in sequences], MAX_ROWS)
-    assert model.steps.extend._cache_size() == count
+    assert model.steps.verify._cache_size() == count
 
 
 def test_caches_are_donated_without_a_copy():
     model = toy("T4")
     state = model.state()
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves(state.bank.layers))
-    memory = model.steps.decode.lower(model.params, state).compile().memory_analysis()
+    memory = model.steps.round.lower(model.params, state, GREEDY).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     old = state.bank.layers[0].k
-    model.steps.decode(model.params, state)
+    model.steps.round(model.params, state, GREEDY)
     assert old.is_deleted()

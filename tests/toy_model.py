@@ -13,7 +13,9 @@ import numpy as np
 
 from carat_jax.cache.bank import PLAIN as RINGS
 from carat_jax.cache.bank import CacheBank, CacheKinds, empty_bank
-from carat_jax.decoding.steps import DecodeState, Steps, build_steps, empty_state
+from carat_jax.decoding.drafters import NoDrafter
+from carat_jax.decoding.state import DecodeState, empty_state
+from carat_jax.decoding.steps import StepOptions, Steps, build_steps
 from carat_jax.families import ModelConfig, from_hf
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import ParamSpec, split
@@ -65,7 +67,8 @@ class Toy:
 
     def state(self, num_slots: int = 3, max_context: int = 96) -> DecodeState:
         """A decode state over an empty bank."""
-        return empty_state(self.bank(num_slots, max_context), self.config.vocab_size)
+        bank = self.bank(num_slots, max_context)
+        return empty_state(bank, self.config, max_context, self.dtype)
 
     def feed(
         self, bank: CacheBank, sequences, chunk: int, num_keys: int | None = None
@@ -76,7 +79,7 @@ class Toy:
             parts = [list(ids[first : first + chunk]) for ids in sequences]
             tokens = np.array([part + [7] * (chunk - len(part)) for part in parts], np.int32)
             num_valid = np.array([len(part) for part in parts], np.int32)
-            bank, out = self.steps.extend(self.params, bank, tokens, num_valid, num_keys)
+            bank, _, out = self.steps.verify(self.params, bank, tokens, num_valid, num_keys)
             for row, part in enumerate(parts):
                 logits[row].append(np.asarray(out[row, : len(part)]))
         nothing = np.zeros((0, self.config.vocab_size), np.float32)
@@ -84,7 +87,8 @@ class Toy:
 
     def reweighted(self, weights: dict) -> "Toy":
         """The same compiled steps with other weights."""
-        params = place_all(split(Gemma4(self.config, self.dtype))[1], weights)
+        params = {"target": place_all(split(Gemma4(self.config, self.dtype))[1], weights)}
+        params["draft"] = ()
         return dataclasses.replace(self, params=params, reference=Reference(self.raw, weights))
 
 
@@ -93,9 +97,11 @@ def build(raw: dict, weights: dict | None = None, dtype=jnp.float32) -> Toy:
     config, dtype = from_hf(raw), jnp.dtype(dtype)
     weights = make_weights(raw) if weights is None else weights
     graph, specs = split(Gemma4(config, dtype))
-    steps = build_steps(graph, PLAIN, num_top=3, base_bias=jnp.zeros(config.vocab_size))
+    options = StepOptions(PLAIN, num_top=3)
+    steps = build_steps(graph, NoDrafter(), options, base_bias=jnp.zeros(config.vocab_size))
+    params = {"target": place_all(specs, weights), "draft": ()}
     reference = Reference(raw, weights)
-    return Toy(raw, config, place_all(specs, weights), steps, reference, jnp.dtype(dtype))
+    return Toy(raw, config, params, steps, reference, jnp.dtype(dtype))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ positions slot b holds; rolling back, freeing and reusing a slot change it and n
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,14 +147,17 @@ def insert(bank: CacheBank, slot: Int[Array, ""], single: CacheBank) -> CacheBan
     return jax.tree.map(put, bank, single)
 
 
-def copy(bank: CacheBank, src: Int[Array, ""], dst: Int[Array, ""]) -> CacheBank:
-    """Makes slot `dst` hold what slot `src` holds: one prefill serves several samples."""
+def copy(tree: Any, src: Int[Array, ""], dst: Int[Array, ""]) -> Any:
+    """Makes slot `dst` hold what slot `src` holds: one prefill serves several samples.
+
+    Takes a bank, or any tree of arrays whose first axis is the slot.
+    """
 
     def put(whole: Array) -> Array:
         part = jax.lax.dynamic_slice_in_dim(whole, src, 1, axis=0)
         return jax.lax.dynamic_update_slice_in_dim(whole, part, dst, axis=0)
 
-    return jax.tree.map(put, bank)
+    return jax.tree.map(put, tree)
 
 
 def rollback(bank: CacheBank, slot: int, length: int, held: int) -> CacheBank:

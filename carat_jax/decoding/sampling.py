@@ -133,10 +133,10 @@ def draw(logits: Float[Array, "B V"], state: SamplingState, positions: Lengths) 
 
 
 def log_probabilities(
-    logits: Float[Array, "B V"], tokens: Int[Array, "B"], num_top: int
-) -> tuple[Float[Array, "B"], Int[Array, "B n"], Float[Array, "B n"]]:
+    logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], num_top: int
+) -> tuple[Float[Array, "*rows"], Int[Array, "*rows n"], Float[Array, "*rows n"]]:
     """Log-probability of `tokens`, and the `num_top` most probable ids with theirs."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    chosen = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
     top, ids = jax.lax.top_k(logprobs, num_top)
     return chosen, ids.astype(jnp.int32), top

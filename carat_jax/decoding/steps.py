@@ -1,14 +1,15 @@
 """The jitted steps: fixed shapes, state in, state out, every cache donated.
 
     prefill   T rows of one slot, logits of the last real row
-    extend    T rows of every slot, logits of all rows (what a verify step runs)
-    decode    `extend` of one row, over the slots' own last tokens
+    round     draft M tokens, verify them in one pass of M + 1 rows a slot, accept, commit;
+              without a drafter it is one row a slot: plain decoding
+    verify    the pass alone: R rows of every slot, their logits and states
+    accept    the rest of a round alone
     score     T rows of one slot, log-probabilities of given next tokens
-    sample    one token a slot from logits; first: the same for one slot after its prefill
+    first     one token for one slot after its prefill
 
-Each compiles once per declared shape. Model and sampler are separate executables, so the four
-kinds of sampler (drawn or greedy, with log-probabilities or without) cost no further compilation
-of the model.
+Each compiles once per declared shape. `round` is one executable. With `uniform_rows` it is three
+(draft, verify, accept), so that plain and speculative decoding run the very same verify pass.
 """
 
 import dataclasses
@@ -24,54 +25,61 @@ from carat_jax.array_types import Array, Bool, Float, Int, Lengths, Slots, Token
 from carat_jax.cache import bank as banks
 from carat_jax.cache.bank import CacheBank
 from carat_jax.decoding import sampling
+from carat_jax.decoding.drafters import Drafter, Proposal
 from carat_jax.decoding.sampling import LogitsHook, SamplingState
+from carat_jax.decoding.speculative import accept_points, simulated_acceptance
+from carat_jax.decoding.state import DecodeState
 from carat_jax.model.params import merge
 from carat_jax.numerics.attention import AttentionOptions
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["bank", "tokens", "is_active", "sampling"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """Everything about B running sequences that lives on the device.
-
-    Attributes:
-      bank: caches and lengths.
-      tokens: each slot's last token, drawn but not yet in the cache, `[B]`.
-      is_active: which slots decode, `[B]`.
-      sampling: how each slot draws.
-    """
-
-    bank: CacheBank
-    tokens: Int[Array, "B"]
-    is_active: Bool[Array, "B"]
-    sampling: SamplingState
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "logprobs", "top_ids", "top_logprobs"],
+    data_fields=["tokens", "num", "num_drafts", "logprobs", "top_ids", "top_logprobs"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What one sampling step tells the host; log-probabilities are None unless asked for."""
+    """What a step tells the host, rows in the order of positions.
 
-    tokens: Int[Array, "B"]
-    logprobs: Float[Array, "B"] | None
-    top_ids: Int[Array, "B n"] | None
-    top_logprobs: Float[Array, "B n"] | None
+    Attributes:
+      tokens: the target's draws; the first `num` of each slot are committed.
+      num: committed tokens.
+      num_drafts: drafts that were verified.
+      logprobs, top_ids, top_logprobs: None unless asked for.
+    """
+
+    tokens: Int[Array, "B rows"]
+    num: Int[Array, "B"]
+    num_drafts: Int[Array, "B"]
+    logprobs: Float[Array, "B rows"] | None
+    top_ids: Int[Array, "B rows n"] | None
+    top_logprobs: Float[Array, "B rows n"] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerKind:
-    """Static choice of a sampler: whether any slot draws, is penalised, or wants logprobs."""
+    """Static choice of a sampler: whether any slot draws or is penalised, or wants logprobs."""
 
     draws: bool
     logprobs: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What the steps of one engine are compiled for.
+
+    Attributes:
+      attention: how attention is computed; `num_keys` comes with each call.
+      num_top: alternatives that a sampler with log-probabilities returns.
+      uniform_rows: rows a slot of every verify pass; 0 is what the drafts need.
+      simulate_acceptance: tokens a round commits on average, whatever was drafted; None is off.
+    """
+
+    attention: AttentionOptions
+    num_top: int
+    uniform_rows: int = 0
+    simulate_acceptance: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +87,9 @@ class Steps:
     """The compiled functions of one engine; see the module docstring and `build_steps`."""
 
     prefill: Callable[..., tuple[DecodeState, Array]]
-    extend: Callable[..., tuple[CacheBank, Array]]
-    decode: Callable[..., tuple[DecodeState, Array]]
+    round: Callable[..., tuple[DecodeState, Drawn]]
+    verify: Callable[..., tuple[CacheBank, Array, Array]]
     score: Callable[..., tuple[DecodeState, Drawn]]
-    sample: Callable[..., tuple[DecodeState, Drawn]]
     first: Callable[..., tuple[DecodeState, Drawn]]
     admit: Callable[..., DecodeState]
     set_rows: Callable[..., DecodeState]
@@ -90,61 +97,129 @@ class Steps:
     release: Callable[..., DecodeState]
 
 
-def empty_state(bank: CacheBank, vocab_size: int) -> DecodeState:
-    """No slot in use."""
-    num_slots = bank.num_slots
-    return DecodeState(
-        bank=bank,
-        tokens=jnp.zeros(num_slots, jnp.int32),
-        is_active=jnp.zeros(num_slots, bool),
-        sampling=sampling.empty_sampling(num_slots, vocab_size),
-    )
-
-
 def build_steps(
     graph: nnx.GraphDef,
-    options: AttentionOptions,
-    num_top: int,
+    drafter: Drafter,
+    options: StepOptions,
     base_bias: Array,
     hook: LogitsHook | None = None,
 ) -> Steps:
-    """Jits the steps of one model.
+    """Jits the steps of one model and one drafter.
 
     Args:
       graph: the model without arrays, from `model.params.split`.
-      options: how attention is computed. `num_keys` of `extend` and `decode` is static: with the
-        three-stage path each key count is an executable of its own.
-      num_top: how many alternatives a sampler with log-probabilities returns.
+      drafter: who proposes tokens.
+      options: what to compile for. With the three-stage path each `num_keys` of `round` and
+        `verify` is an executable of its own.
       base_bias: what every request's bias starts from, `[V]`: -inf at suppressed tokens.
       hook: a user's function on the logits, compiled into every sampler.
+
+    Returns:
+      Functions of `params`, a dict of the "target"'s and the "draft"'s, and of the state.
     """
+    draw = functools.partial(_draw, hook=hook, num_top=options.num_top)
 
     def prefill(
         params: Any, state: DecodeState, tokens: Tokens, num_valid: Lengths, slot: Slots
     ) -> tuple[DecodeState, Float[Array, "V"]]:
-        model = merge(graph, params)
-        hidden, bank = model(tokens, state.bank, num_valid, slot, options)
+        model, starts = merge(graph, params["target"]), state.bank.lengths[slot]
+        hidden, bank = model(tokens, state.bank, num_valid, slot, options.attention)
         last = hidden[0, jnp.maximum(num_valid[0] - 1, 0)]
-        return dataclasses.replace(state, bank=bank), model.logits(last)
+        state = dataclasses.replace(
+            state,
+            bank=bank,
+            hidden=state.hidden.at[slot].set(last),
+            ids=_record(state.ids, slot, starts, tokens, num_valid),
+            draft=drafter.prefill(params["draft"], state.draft, tokens, num_valid, slot),
+        )
+        return state, model.logits(last)
 
-    def extend(
+    def propose(params: Any, state: DecodeState) -> tuple[DecodeState, Proposal]:
+        target = merge(graph, params["target"])
+        proposal, draft = drafter.propose(params["draft"], state.draft, target, state)
+        return dataclasses.replace(state, draft=draft), proposal
+
+    def verify(
         params: Any,
         bank: CacheBank,
         tokens: Tokens,
         num_valid: Lengths,
         num_keys: int | None = None,
-    ) -> tuple[CacheBank, Float[Array, "B T V"]]:
-        model = merge(graph, params)
-        rung = dataclasses.replace(options, num_keys=num_keys)
-        hidden, bank = model(tokens, bank, num_valid, options=rung)
-        return bank, model.logits(hidden)
+    ) -> tuple[CacheBank, Float[Array, "B rows D"], Float[Array, "B rows V"]]:
+        model = merge(graph, params["target"])
+        attention = dataclasses.replace(options.attention, num_keys=num_keys)
+        hidden, bank = model(tokens, bank, num_valid, options=attention)
+        return bank, hidden, model.logits(hidden)
 
-    def decode(
-        params: Any, state: DecodeState, num_keys: int | None = None
-    ) -> tuple[DecodeState, Float[Array, "B V"]]:
-        rows = state.is_active.astype(jnp.int32)
-        bank, logits = extend(params, state.bank, state.tokens[:, None], rows, num_keys)
-        return dataclasses.replace(state, bank=bank), logits[:, 0]
+    def accept(
+        state: DecodeState,
+        starts: Lengths,
+        proposal: Proposal,
+        hidden: Float[Array, "B rows D"],
+        logits: Float[Array, "B rows V"],
+        kind: SamplerKind,
+    ) -> tuple[DecodeState, Drawn]:
+        num_rows = logits.shape[1]
+        positions = starts[:, None] + 1 + jnp.arange(num_rows)
+        drawn = draw(_rows_of(state.sampling, proposal.tokens, num_rows), logits, positions, kind)
+        if options.simulate_acceptance is None:
+            accepted = accept_points(proposal.tokens, drawn.tokens, proposal.num)
+        else:
+            accepted = simulated_acceptance(starts, proposal.num, options.simulate_acceptance)
+        num = jnp.where(state.is_active, accepted + 1, 0)
+        slots = jnp.arange(num.shape[0])
+        seen = state.sampling.seen
+        if kind.draws:
+            for row in range(num_rows):
+                stands = row < num
+                seen = seen.at[slots, drawn.tokens[:, row]].max(stands)
+        lengths = starts + num
+        state = dataclasses.replace(
+            state,
+            bank=dataclasses.replace(state.bank, lengths=lengths),
+            tokens=jnp.where(state.is_active, drawn.tokens[slots, accepted], state.tokens),
+            hidden=jnp.where(state.is_active[:, None], hidden[slots, accepted], state.hidden),
+            ids=_record(state.ids, slots, starts + 1, drawn.tokens, num),
+            sampling=dataclasses.replace(state.sampling, seen=seen),
+            draft=drafter.commit(state.draft, lengths),
+        )
+        return state, dataclasses.replace(drawn, num=num, num_drafts=proposal.num)
+
+    def rows_to_verify(state: DecodeState, proposal: Proposal) -> tuple[Tokens, Lengths]:
+        num_valid = jnp.where(state.is_active, 1 + proposal.num, 0)
+        tokens = jnp.concatenate([state.tokens[:, None], proposal.tokens], axis=1)
+        pad = max(0, options.uniform_rows - tokens.shape[1])
+        return jnp.pad(tokens, ((0, 0), (0, pad))), num_valid
+
+    def whole_round(
+        params: Any, state: DecodeState, kind: SamplerKind, num_keys: int | None = None
+    ) -> tuple[DecodeState, Drawn]:
+        starts = state.bank.lengths
+        state, proposal = propose(params, state)
+        bank, hidden, logits = verify(
+            params, state.bank, *rows_to_verify(state, proposal), num_keys
+        )
+        state = dataclasses.replace(state, bank=bank)
+        return accept(state, starts, proposal, hidden, logits, kind)
+
+    jit_verify = jax.jit(verify, donate_argnames="bank", static_argnames="num_keys")
+
+    def uniform_round() -> Callable[..., tuple[DecodeState, Drawn]]:
+        @functools.partial(jax.jit, donate_argnames="state")
+        def before(params: Any, state: DecodeState):
+            state, proposal = propose(params, state)
+            return state, proposal, *rows_to_verify(state, proposal)
+
+        jit_accept = jax.jit(accept, donate_argnames="state", static_argnames="kind")
+
+        def run(params: Any, state: DecodeState, kind: SamplerKind, num_keys: int | None = None):
+            state, proposal, tokens, num_valid = before(params, state)
+            starts = state.bank.lengths + 0  # the bank is donated, its lengths are still needed
+            bank, hidden, logits = jit_verify(params, state.bank, tokens, num_valid, num_keys)
+            state = dataclasses.replace(state, bank=bank)
+            return jit_accept(state, starts, proposal, hidden, logits, kind)
+
+        return run
 
     def score(
         params: Any,
@@ -154,32 +229,28 @@ def build_steps(
         slot: Slots,
         targets: Tokens,
     ) -> tuple[DecodeState, Drawn]:
-        model = merge(graph, params)
-        hidden, bank = model(tokens, state.bank, num_valid, slot, options)
-        told = sampling.log_probabilities(model.logits(hidden[0]), targets[0], num_top)
-        return dataclasses.replace(state, bank=bank), Drawn(targets[0], *told)
-
-    def sample(
-        state: DecodeState, logits: Float[Array, "B V"], kind: SamplerKind
-    ) -> tuple[DecodeState, Drawn]:
-        drawn, seen = _draw(state.sampling, logits, state.bank.lengths, kind, hook, num_top)
-        tokens = jnp.where(state.is_active, drawn.tokens, state.tokens)
-        sampler = dataclasses.replace(state.sampling, seen=seen)
-        return dataclasses.replace(state, tokens=tokens, sampling=sampler), drawn
+        model = merge(graph, params["target"])
+        hidden, bank = model(tokens, state.bank, num_valid, slot, options.attention)
+        told = sampling.log_probabilities(model.logits(hidden), targets, options.num_top)
+        drawn = Drawn(targets, num_valid, jnp.zeros_like(num_valid), *told)
+        return dataclasses.replace(state, bank=bank), drawn
 
     def first(
         state: DecodeState, logits: Float[Array, "V"], slot: Slots, kind: SamplerKind
     ) -> tuple[DecodeState, Drawn]:
         row = jax.tree.map(lambda x: x[slot], state.sampling)
-        drawn, seen = _draw(row, logits[None], state.bank.lengths[slot], kind, hook, num_top)
-        return dataclasses.replace(
+        position = state.bank.lengths[slot]
+        drawn = draw(row, logits[None, None], position[:, None], kind)
+        token = drawn.tokens[:, 0]
+        seen = state.sampling.seen.at[slot, token].set(True) if kind.draws else state.sampling.seen
+        state = dataclasses.replace(
             state,
-            tokens=state.tokens.at[slot].set(drawn.tokens),
+            tokens=state.tokens.at[slot].set(token),
+            ids=_record(state.ids, slot, position, drawn.tokens, jnp.ones_like(token)),
             is_active=state.is_active.at[slot].set(True),
-            sampling=dataclasses.replace(
-                state.sampling, seen=state.sampling.seen.at[slot].set(seen)
-            ),
-        ), drawn
+            sampling=dataclasses.replace(state.sampling, seen=seen),
+        )
+        return state, drawn
 
     def admit(state: DecodeState, slot: Array, row: dict[str, Array]) -> DecodeState:
         fields = row | {"bias": base_bias, "seen": jnp.zeros_like(base_bias, dtype=bool)}
@@ -200,21 +271,26 @@ def build_steps(
         return dataclasses.replace(state, sampling=sampler)
 
     def fork(state: DecodeState, src: Array, dst: Array) -> DecodeState:
-        return dataclasses.replace(state, bank=banks.copy(state.bank, src, dst))
+        copied = ("bank", "hidden", "ids", "draft")
+        parts = {name: getattr(state, name) for name in copied}
+        return dataclasses.replace(state, **banks.copy(parts, src, dst))
 
     def release(state: DecodeState, slot: Array) -> DecodeState:
+        lengths = state.bank.lengths.at[slot].set(0)
         return dataclasses.replace(
             state,
-            bank=banks.set_length(state.bank, slot, 0),
+            bank=dataclasses.replace(state.bank, lengths=lengths),
             is_active=state.is_active.at[slot].set(False),
+            draft=drafter.commit(state.draft, lengths),
         )
 
     return Steps(
         prefill=jax.jit(prefill, donate_argnames="state"),
-        extend=jax.jit(extend, donate_argnames="bank", static_argnames="num_keys"),
-        decode=jax.jit(decode, donate_argnames="state", static_argnames="num_keys"),
+        round=uniform_round()
+        if options.uniform_rows
+        else jax.jit(whole_round, donate_argnames="state", static_argnames=("kind", "num_keys")),
+        verify=jit_verify,
         score=jax.jit(score, donate_argnames="state"),
-        sample=jax.jit(sample, donate_argnames="state", static_argnames="kind"),
         first=jax.jit(first, donate_argnames="state", static_argnames="kind"),
         admit=jax.jit(admit, donate_argnames="state"),
         set_rows=jax.jit(set_rows, donate_argnames="state"),
@@ -225,20 +301,48 @@ def build_steps(
 
 def _draw(
     state: SamplingState,
-    logits: Float[Array, "B V"],
-    positions: Lengths,
+    logits: Float[Array, "b rows V"],
+    positions: Int[Array, "b rows"],
     kind: SamplerKind,
     hook: LogitsHook | None,
     num_top: int,
-) -> tuple[Drawn, Bool[Array, "B V"]]:
-    """Draws a token for `positions`, and marks it as seen."""
-    logits = sampling.allowed_logits(logits, state, positions, hook, penalise=kind.draws)
+) -> Drawn:
+    """A token for every row, whose sampling rows `state` holds flat, `[b * rows]`."""
+    shape = positions.shape
+    flat, places = logits.reshape(-1, logits.shape[-1]), positions.reshape(-1)
+    flat = sampling.allowed_logits(flat, state, places, hook, penalise=kind.draws)
     if kind.draws:
-        tokens = sampling.draw(logits, state, positions)
-        seen = state.seen.at[jnp.arange(tokens.size), tokens].set(True)
+        tokens = sampling.draw(flat, state, places)
     else:
-        tokens, seen = jnp.argmax(logits, axis=-1).astype(jnp.int32), state.seen
+        tokens = jnp.argmax(flat, axis=-1).astype(jnp.int32)
     told = (None, None, None)
     if kind.logprobs:
-        told = sampling.log_probabilities(logits, tokens, num_top)
-    return Drawn(tokens, *told), seen
+        told = sampling.log_probabilities(
+            flat.reshape(logits.shape), tokens.reshape(shape), num_top
+        )
+    num = jnp.ones(shape[0], jnp.int32)
+    return Drawn(tokens.reshape(shape), num, jnp.zeros_like(num), *told)
+
+
+def _rows_of(state: SamplingState, drafts: Int[Array, "B M"], num_rows: int) -> SamplingState:
+    """The sampling rows of a verify pass, flat: row t has seen the drafts before it."""
+    if num_rows == 1:
+        return state
+    seen, slots = [state.seen], jnp.arange(drafts.shape[0])
+    for draft in drafts.T:
+        seen.append(seen[-1].at[slots, draft].set(True))
+    seen += [seen[-1]] * (num_rows - len(seen))
+    rows = jax.tree.map(lambda x: jnp.repeat(x, num_rows, axis=0), state)
+    stacked = jnp.stack(seen, axis=1).reshape(-1, state.seen.shape[-1])
+    return dataclasses.replace(rows, seen=stacked)
+
+
+def _record(
+    ids: Int[Array, "B S"], slots: Slots, starts: Lengths, tokens: Tokens, num: Lengths
+) -> Int[Array, "B S"]:
+    """Writes the first `num` tokens of each row at positions `starts + t`; none past the end."""
+    row = jnp.arange(tokens.shape[1])
+    place = starts[:, None] + row
+    beyond = ids.shape[1] + row
+    place = jnp.where((row < num[:, None]) & (place < ids.shape[1]), place, beyond)
+    return ids.at[slots[:, None], place].set(tokens, mode="drop", unique_indices=True)

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,16 +23,12 @@ from flax import nnx
 
 from carat_jax.cache import bank as banks
 from carat_jax.config import Config, SamplingParams, sampling_from
+from carat_jax.decoding.drafters import Drafter, NoDrafter
 from carat_jax.decoding.sampling import LogitsHook
-from carat_jax.decoding.steps import (
-    DecodeState,
-    Drawn,
-    SamplerKind,
-    Steps,
-    build_steps,
-    empty_state,
-)
+from carat_jax.decoding.state import DecodeState, empty_state
+from carat_jax.decoding.steps import Drawn, SamplerKind, StepOptions, Steps, build_steps
 from carat_jax.engine.compile_counter import num_compilations
+from carat_jax.engine.counters import Counters
 from carat_jax.engine.request import Request, Sample, TokenInfo
 from carat_jax.engine.scheduler import Admission, Scheduler
 from carat_jax.engine.tokenizer import Tokenizer
@@ -42,6 +38,8 @@ from carat_jax.numerics.padding import EXACT, default_rungs, padded_keys
 
 # Alternatives a sampler with log-probabilities returns, at most.
 MAX_TOP_LOGPROBS = 20
+# The ring kernel takes rings in blocks of this many slots.
+_RING_BLOCK = 64
 # Steps dispatched before the oldest one's tokens are read.
 _RUN_AHEAD = 1
 
@@ -52,6 +50,7 @@ class _Flight:
 
     drawn: Drawn
     samples: Mapping[int, Sample]
+    is_round: bool
 
 
 class EngineLoop:
@@ -63,6 +62,9 @@ class EngineLoop:
       graph, params: the model, split.
       tokenizer: for texts, end tokens and suppressed tokens.
       hook: a function on the logits, compiled into the samplers.
+      drafter: who proposes tokens; None is plain decoding.
+      draft_params: the drafter's parameters.
+      new_draft_state: makes the drafter's own state for an empty engine.
     """
 
     def __init__(
@@ -73,25 +75,33 @@ class EngineLoop:
         params: Any,
         tokenizer: Tokenizer,
         hook: LogitsHook | None = None,
+        drafter: Drafter | None = None,
+        draft_params: Any = (),
+        new_draft_state: Callable[[], Any] = tuple,
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.max_context = _max_context(config, model)
         self.rungs = _rungs(config, self.max_context)
-        self._params = params
+        self.drafter = drafter or NoDrafter()
+        self._params = {"target": params, "draft": draft_params}
+        self._new_draft_state = new_draft_state
         self._num_top = min(MAX_TOP_LOGPROBS, model.vocab_size)
-        suppressed = [i for i in tokenizer.suppress_ids if i < model.vocab_size]
-        self._base_bias = np.zeros(model.vocab_size, np.float32)
-        self._base_bias[suppressed] = -np.inf
-        self.options = attention_options(config)
+        base_bias = np.zeros(model.vocab_size, np.float32)
+        base_bias[[i for i in tokenizer.suppress_ids if i < model.vocab_size]] = -np.inf
+        self.options = StepOptions(
+            attention=attention_options(config),
+            num_top=self._num_top,
+            uniform_rows=config.decode.uniform_rows,
+            simulate_acceptance=config.decode.simulate_acceptance,
+        )
+        self._num_rows = max(self.drafter.num_drafts + 1, config.decode.uniform_rows)
         self._steps: Steps = build_steps(
-            graph, self.options, self._num_top, jnp.asarray(self._base_bias), hook
+            graph, self.drafter, self.options, jnp.asarray(base_bias), hook
         )
         self._scheduler = Scheduler(config.engine.max_batch, config.engine.max_queue)
         self._flights: deque[_Flight] = deque()
         self._state: DecodeState = self._new_state()
-        self._counts = dict.fromkeys(
-            ("requests", "prompt_tokens", "generated_tokens", "prefills", "steps", "restarts"), 0
-        )
+        self.counters = Counters(self.drafter.num_drafts)
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -113,10 +123,11 @@ class EngineLoop:
             end_ids=self._end_ids(params),
             tokenizer=self.tokenizer,
             is_chat=is_chat,
+            num_places=self.drafter.num_drafts,
         )
         self._scheduler.submit(request.samples)
-        self._counts["requests"] += 1
-        self._counts["prompt_tokens"] += len(prompt_ids)
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(prompt_ids)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -179,7 +190,7 @@ class EngineLoop:
             running = self._scheduler.running
             dispatched = any(sample.wants_more for sample in running.values())
             if dispatched:
-                self._decode()
+                self._round()
             while len(self._flights) > (_RUN_AHEAD if dispatched else 0):
                 self._deliver(self._flights.popleft())
             self._release_finished()
@@ -198,11 +209,11 @@ class EngineLoop:
                 self._state, logits, np.full(1, own, np.int32), kind
             )
             sample.num_dispatched += 1
-            self._flights.append(_Flight(drawn, {0: sample}))
+            self._flights.append(_Flight(drawn, {0: sample}, is_round=False))
 
     def _prefill(self, slot: int, ids: Sequence[int]) -> jax.Array:
         """Fills a free slot with `ids` in compiled chunk sizes; logits of the last id."""
-        self._counts["prefills"] += 1
+        self.counters.prefills += 1
         logits = None
         for start, size in plan_chunks(len(ids), self.config.engine.prefill_chunks):
             chunk, num_valid = _padded(ids[start : start + size], size)
@@ -231,36 +242,43 @@ class EngineLoop:
             seen[sample.known_ids] = True
             self._state = self._steps.set_rows(self._state, np.int32(slot), bias, seen)
 
-    def _decode(self) -> None:
+    def _round(self) -> None:
         running = dict(self._scheduler.running)
-        self._state, logits = self._steps.decode(self._params, self._state, self._num_keys(1))
-        self._state, drawn = self._steps.sample(
-            self._state, logits, _sampler_kind(running.values())
-        )
+        kind = _sampler_kind(running.values())
+        self._state, drawn = self._steps.round(self._params, self._state, kind, self._num_keys())
         for sample in running.values():
             sample.num_dispatched += 1
-        self._flights.append(_Flight(drawn, running))
-        self._counts["steps"] += 1
+        self._flights.append(_Flight(drawn, running, is_round=True))
 
-    def _num_keys(self, num_rows: int) -> int | None:
-        """The static key count of a step of `num_rows` rows; None where lengths are traced."""
-        if self.options.is_fused:
+    def _num_keys(self) -> int | None:
+        """The static key count of the next round; None where lengths are traced."""
+        if self.options.attention.is_fused:
             return None
+        # A round in flight may commit all its rows.
         held = max(
-            len(sample.request.prompt_ids) + sample.num_dispatched - 1 + num_rows
+            len(sample.known_ids) + (sample.num_dispatched - len(sample.ids) + 1) * self._num_rows
             for sample in self._scheduler.running.values()
         )
+        # What reaches past the context belongs to rows that will be dropped.
         pad = self.config.attention.pad_keys
-        # Steps computed past a sample's end may reach past the last rung; they are dropped.
         return padded_keys(min(held, self.max_context), pad, self.rungs)
 
     def _deliver(self, flight: _Flight) -> None:
         """Reads one step's tokens and hands them to the samples that still want them."""
         drawn = jax.device_get(flight.drawn)
         for row, sample in flight.samples.items():
-            if not sample.is_finished:
-                sample.push(int(drawn.tokens[row]), _token_info(drawn, row, sample))
-                self._counts["generated_tokens"] += 1
+            if sample.is_finished:
+                continue
+            before = len(sample.ids)
+            for i in range(drawn.num[row]):
+                if not sample.is_finished:
+                    sample.push(int(drawn.tokens[row, i]), _token_info(drawn, row, i, sample))
+            sample.num_dispatched += int(drawn.num[row]) - 1
+            self.counters.generated_tokens += len(sample.ids) - before
+            if flight.is_round:
+                self.counters.count(int(drawn.num[row]) - 1, int(drawn.num_drafts[row]))
+                sample.request.counters.count(int(drawn.num[row]) - 1, int(drawn.num_drafts[row]))
+        self.counters.rounds += flight.is_round
 
     def _release_finished(self) -> None:
         for slot, sample in list(self._scheduler.running.items()):
@@ -298,7 +316,7 @@ class EngineLoop:
                         targets,
                     )
                     told = jax.device_get(told)
-                    scored += [_info(told, row, num_top) for row in range(int(num_valid[0]))]
+                    scored += [_info(told, 0, i, num_top) for i in range(int(num_valid[0]))]
         finally:
             with self._guarded():
                 self._state = self._steps.release(self._state, np.int32(slot))
@@ -323,7 +341,7 @@ class EngineLoop:
         for kind in (*kinds, {"repetition_penalty": 1.1}):
             self.run([self.submit(ids, sampling_from(params, **kind))])
 
-        if not self.options.is_fused:
+        if not self.options.attention.is_fused:
             for rung in self.rungs:
                 ids = [self.tokenizer.bos_id] * min(rung - 1, longest)
                 self.run([self.submit(ids, params)])
@@ -341,7 +359,7 @@ class EngineLoop:
     def stats(self) -> dict[str, Any]:
         """Counters and sizes."""
         return {
-            **self._counts,
+            **self.counters.as_dict(),
             "waiting": self._scheduler.num_waiting,
             "running": len(self._scheduler.running),
             "compilations": num_compilations(),
@@ -351,15 +369,20 @@ class EngineLoop:
         }
 
     def _new_state(self) -> DecodeState:
+        dtype = jnp.dtype(self.config.dtype)
         bank = banks.empty_bank(
             self.model,
             self.num_slots,
             self.max_context,
-            self.config.decode.draft_len + 1,
-            jnp.dtype(self.config.dtype),
-            banks.CacheKinds(self.config.cache.local_layers, self.config.cache.global_layers),
+            self._num_rows,
+            dtype,
+            banks.CacheKinds(
+                self.config.cache.local_layers,
+                self.config.cache.global_layers,
+                block=1 if self.options.attention.impl == "xla" else _RING_BLOCK,
+            ),
         )
-        return empty_state(bank, self.model.vocab_size)
+        return empty_state(bank, self.model, self.max_context, dtype, self._new_draft_state())
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -371,7 +394,7 @@ class EngineLoop:
             self._state = None  # what is left of it must not double the memory
             self._state = self._new_state()
             self._scheduler.restart()
-            self._counts["restarts"] += 1
+            self.counters.restarts += 1
             raise
 
 
@@ -403,14 +426,15 @@ def _sampler_kind(samples) -> SamplerKind:
     )
 
 
-def _token_info(drawn: Drawn, row: int, sample: Sample) -> TokenInfo | None:
+def _token_info(drawn: Drawn, row: int, i: int, sample: Sample) -> TokenInfo | None:
     num_top = sample.request.params.logprobs
-    return None if num_top is None else _info(drawn, row, num_top)
+    return None if num_top is None else _info(drawn, row, i, num_top)
 
 
-def _info(drawn: Drawn, row: int, num_top: int) -> TokenInfo:
-    top = zip(drawn.top_ids[row, :num_top], drawn.top_logprobs[row, :num_top], strict=True)
-    return TokenInfo(float(drawn.logprobs[row]), tuple((int(i), float(p)) for i, p in top))
+def _info(drawn: Drawn, row: int, i: int, num_top: int) -> TokenInfo:
+    ids, logprobs = drawn.top_ids[row, i, :num_top], drawn.top_logprobs[row, i, :num_top]
+    top = tuple((int(token), float(p)) for token, p in zip(ids, logprobs, strict=True))
+    return TokenInfo(float(drawn.logprobs[row, i]), top)
 
 
 def attention_options(config: Config) -> AttentionOptions:

@@ -1,0 +1,231 @@
+"""Who proposes tokens. Correctness never depends on a drafter: every proposal is verified.
+
+A drafter is a frozen object of pure functions. What it needs at run time it gets as arguments: its
+parameters, its own state (a pytree with slots on the first axis, or empty), the target model and
+the decode state. It proposes up to `num_drafts` tokens a slot in fixed shapes, and says how many
+are real.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from carat_jax.array_types import Array, Float, Int, Lengths, Slots, Tokens
+from carat_jax.cache.bank import CacheBank
+from carat_jax.decoding.state import DecodeState
+from carat_jax.model.assistant import draft, target_views
+from carat_jax.model.gemma4 import Gemma4
+from carat_jax.model.params import merge
+from carat_jax.numerics.attention import AttentionOptions
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "num", "logits"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens.
+
+    Attributes:
+      tokens: `[B, M]`.
+      num: how many of each slot's are real, the first ones, `[B]`.
+      logits: the law each was drawn from, or None where each is a point mass.
+    """
+
+    tokens: Int[Array, "B M"]
+    num: Int[Array, "B"]
+    logits: Float[Array, "B M V"] | None = None
+
+
+class Drafter(Protocol):
+    """What a round asks of a drafter; see the module docstring."""
+
+    name: str
+    num_drafts: int
+
+    def propose(
+        self, params: Any, own: Any, target: Gemma4, state: DecodeState
+    ) -> tuple[Proposal, Any]:
+        """Drafts for every slot, from tokens and lengths as they are before the round."""
+
+    def commit(self, own: Any, lengths: Lengths) -> Any:
+        """Its state once the target holds `lengths` positions."""
+
+    def prefill(
+        self, params: Any, own: Any, tokens: Tokens, num_valid: Lengths, slot: Slots
+    ) -> Any:
+        """Its state after a chunk of one slot's prompt."""
+
+
+class _Stateless:
+    """A drafter that keeps nothing of its own."""
+
+    def commit(self, own: Any, lengths: Lengths) -> Any:
+        return own
+
+    def prefill(
+        self, params: Any, own: Any, tokens: Tokens, num_valid: Lengths, slot: Slots
+    ) -> Any:
+        return own
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDrafter(_Stateless):
+    """Nothing is drafted: a round is plain decoding."""
+
+    name: str = "none"
+    num_drafts: int = 0
+
+    def propose(
+        self, params: Any, own: Any, target: Gemma4, state: DecodeState
+    ) -> tuple[Proposal, Any]:
+        """No tokens."""
+        num_slots = state.tokens.shape[0]
+        nothing = jnp.zeros((num_slots, 0), jnp.int32)
+        return Proposal(nothing, jnp.zeros(num_slots, jnp.int32)), own
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramDrafter(_Stateless):
+    """Prompt lookup (Saxena 2023): what followed the last tokens when they last occurred.
+
+    Runs on the device over the ids of prompt and output, so that the loop need not wait for the
+    host to see the last tokens. The longest suffix that occurred before wins, of its occurrences
+    the latest.
+
+    Attributes:
+      num_drafts: M.
+      longest, shortest: lengths of the suffix looked for, in tokens.
+    """
+
+    num_drafts: int
+    longest: int = 4
+    shortest: int = 2
+    name: str = "ngram"
+
+    def propose(
+        self, params: Any, own: Any, target: Gemma4, state: DecodeState
+    ) -> tuple[Proposal, Any]:
+        """The tokens after the latest earlier occurrence of the suffix; none without a match."""
+        ids, known = state.ids, state.bank.lengths + 1  # the last token is not in the caches yet
+        capacity = ids.shape[1]
+        place = jnp.arange(capacity)
+        # matched[b, e]: how many ids before place e agree with those before the end.
+        matched = jnp.zeros(ids.shape, jnp.int32)
+        agrees = jnp.ones(ids.shape, bool)
+        for back in range(1, self.longest + 1):
+            last = jnp.take_along_axis(ids, jnp.maximum(known - back, 0)[:, None], axis=1)
+            agrees &= (jnp.roll(ids, back, axis=1) == last) & (place >= back)
+            agrees &= (known >= back)[:, None]
+            matched += agrees
+        # The place must have been followed by something: it lies before the end.
+        usable = (place < known[:, None]) & (matched >= self.shortest)
+        rank = jnp.where(usable, matched * capacity + place, -1)
+        found = jnp.argmax(rank, axis=1)
+        has_match = jnp.max(rank, axis=1) >= 0
+        places = found[:, None] + jnp.arange(self.num_drafts)
+        tokens = jnp.take_along_axis(ids, jnp.minimum(places, capacity - 1), axis=1)
+        num = jnp.where(has_match, jnp.clip(known - found, 0, self.num_drafts), 0)
+        return Proposal(tokens, num.astype(jnp.int32)), own
+
+
+@dataclasses.dataclass(frozen=True)
+class AssistantDrafter(_Stateless):
+    """Google's MTP assistant: a burst of M tokens from the target's state and caches.
+
+    Attributes:
+      graph: the assistant without arrays.
+      num_drafts: M.
+      options: how attention is computed.
+    """
+
+    graph: nnx.GraphDef
+    num_drafts: int
+    options: AttentionOptions
+    name: str = "assistant"
+
+    def propose(
+        self, params: Any, own: Any, target: Gemma4, state: DecodeState
+    ) -> tuple[Proposal, Any]:
+        """M tokens for every slot."""
+        burst = draft(
+            merge(self.graph, params),
+            target,
+            target_views(target, state.bank),
+            state.tokens,
+            state.hidden,
+            state.bank.lengths,
+            self.num_drafts,
+            bias=state.sampling.bias,
+            options=self.options,
+        )
+        return Proposal(burst.tokens, jnp.full(state.tokens.shape, self.num_drafts)), own
+
+
+@dataclasses.dataclass(frozen=True)
+class CombinedDrafter(_Stateless):
+    """The n-gram's tokens where it has a match, the assistant's elsewhere, in one verify pass."""
+
+    ngram: NgramDrafter
+    assistant: AssistantDrafter
+    name: str = "combined"
+
+    @property
+    def num_drafts(self) -> int:
+        """M."""
+        return self.assistant.num_drafts
+
+    def propose(
+        self, params: Any, own: Any, target: Gemma4, state: DecodeState
+    ) -> tuple[Proposal, Any]:
+        """Either's tokens, slot by slot."""
+        looked_up, _ = self.ngram.propose((), (), target, state)
+        drafted, _ = self.assistant.propose(params, (), target, state)
+        # Half a match is worth less than a whole burst.
+        has_match = looked_up.num == self.num_drafts
+        tokens = jnp.where(has_match[:, None], looked_up.tokens, drafted.tokens)
+        return Proposal(tokens, drafted.num), own
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter:
+    """Any smaller Gemma 4 with the target's vocabulary, with caches of its own.
+
+    It runs M + 1 steps a burst: the last one only takes the last draft into its caches, so that
+    they hold all that can be accepted and a rollback to the target's length is always enough.
+    """
+
+    graph: nnx.GraphDef
+    num_drafts: int
+    options: AttentionOptions
+    name: str = "model"
+
+    def propose(
+        self, params: Any, own: CacheBank, target: Gemma4, state: DecodeState
+    ) -> tuple[Proposal, CacheBank]:
+        """M tokens for every slot, greedily."""
+        model = merge(self.graph, params)
+        tokens, drafted = state.tokens, []
+        rows = state.is_active.astype(jnp.int32)
+        for _ in range(self.num_drafts + 1):
+            hidden, own = model(tokens[:, None], own, rows, options=self.options)
+            logits = model.logits(hidden[:, 0]) + state.sampling.bias
+            tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            drafted.append(tokens)
+        proposed = jnp.stack(drafted[:-1], axis=1)
+        return Proposal(proposed, jnp.full(tokens.shape, self.num_drafts)), own
+
+    def commit(self, own: CacheBank, lengths: Lengths) -> CacheBank:
+        """Its caches cut to the target's length."""
+        return dataclasses.replace(own, lengths=lengths)
+
+    def prefill(
+        self, params: Any, own: CacheBank, tokens: Tokens, num_valid: Lengths, slot: Slots
+    ) -> CacheBank:
+        """Its caches with the chunk added."""
+        _, own = merge(self.graph, params)(tokens, own, num_valid, slot, self.options)
+        return own
