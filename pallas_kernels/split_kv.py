@@ -198,7 +198,7 @@ def _visit(problem, source, refs, queries, q_pos, span, split, carry):
         decay = jnp.exp2((top - new_top) * LOG2_E)
         weights = jnp.exp2((scores - new_top[:, None]) * LOG2_E)
         o = o * decay[:, None] + plt.dot(weights.astype(v.dtype), v)
-        return o, new_top, mass * decay + weights.sum(1)
+        return o, new_top, mass * decay[:, None] + weights
 
     if one_shot:
         return body(0, carry)
@@ -223,12 +223,12 @@ def _attend_kernel(problem, direct, starts_ref, ends_ref, norm_ref, q_ref, *refs
     carry = (
         jnp.zeros((rows, problem.head_dim), jnp.float32),
         jnp.full((rows,), EMPTY, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, problem.tile.block), jnp.float32),  # summed over its columns at the end
     )
     for i, source in enumerate(problem.sources):
         pair = caches[2 * i : 2 * i + 2]
         carry = _visit(problem, source, pair, queries, start + new, span, pl.program_id(1), carry)
-    o, top, mass = carry
+    o, top, mass = *carry[:2], carry[2].sum(1)
     columns = jnp.arange(problem.head_dim)[None, :]
     if direct:
         (out_ref,) = outputs

@@ -1,0 +1,75 @@
+"""Tiles fit the devices they are chosen for, and depend on the shape alone."""
+
+import dataclasses
+
+import pytest
+
+from pallas_kernels import tiles
+from tests.kernels import bodies, cases
+
+DEVICES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_declared_shape_fits_the_device(device):
+    memory, processors = tiles.limits(device)
+    for case in (*cases.SMALL, *cases.FULL):
+        tile = bodies.tile(case, device)
+        assert tile.shared_memory(case.head_dim, case.rotated) <= memory, case
+        if case.kernel in ("grouped", "v_rot"):
+            rows = case.num_new * case.heads // case.kv_heads
+            programs = tile.splits * case.kv_heads * max(1, -(-rows // tile.rows))
+            assert processors / 2 < programs <= processors, case
+
+
+# Bytes that Triton 3.6 reported after compiling the kernel for compute capability 9.0.
+COMPILED = [
+    ("grouped", {"rows": 32, "block": 32, "warps": 4, "stages": 3}, 512, 0, 165888),
+    ("grouped", {"rows": 16, "block": 32, "warps": 4, "stages": 3}, 512, 0, 148480),
+    ("grouped", {"rows": 16, "block": 32, "warps": 4, "stages": 3}, 64, 0, 19456),
+    ("v_rot", {"rows": 32, "block": 32, "warps": 4, "stages": 3}, 512, 128, 124928),
+    ("v_rot", {"rows": 16, "block": 32, "warps": 4, "stages": 3}, 512, 128, 103424),
+    ("prefill", {"rows": 64, "block": 32, "warps": 8, "stages": 2}, 512, 0, 196608),
+    ("prefill_v_rot", {"rows": 64, "block": 32, "warps": 8, "stages": 3}, 512, 128, 204800),
+    ("prefill_v_rot", {"rows": 64, "block": 32, "warps": 8, "stages": 1}, 512, 128, 147456),
+    ("prefill_ring", {"rows": 128, "block": 32, "warps": 8, "stages": 3}, 256, 0, 163840),
+]
+
+
+@pytest.mark.parametrize(("kernel", "shape", "head_dim", "rotated", "measured"), COMPILED)
+def test_the_budget_bounds_what_the_compiler_takes(kernel, shape, head_dim, rotated, measured):
+    tile = tiles.Tile(splits=1, **shape)
+    budget = tile.shared_memory(head_dim, rotated)
+    assert measured <= budget <= 1.1 * measured, kernel
+
+
+def test_a_tile_that_does_not_fit_is_refused_with_the_limit():
+    tile = tiles.Tile(rows=64, block=32, splits=1, warps=8, stages=3)
+    assert tile.shared_memory(512) > tiles.limits("NVIDIA H200")[0]
+    small = {**tiles.DEVICES, "L4": (99 * 1024, 58)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "DEVICES", small)
+        with pytest.raises(NotImplementedError, match=r"head_dim 512 need .* NVIDIA L4 has 101376"):
+            tiles.prefill_tile(rows=4096, head_dim=512, device="NVIDIA L4")
+
+
+def test_an_unknown_device_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="no tiles for device 'NVIDIA T4'"):
+        tiles.limits("NVIDIA T4")
+
+
+@pytest.mark.parametrize("field", ["rows", "block", "warps"])
+def test_a_tile_is_validated_and_frozen(field):
+    good = {"rows": 16, "block": 32, "splits": 1, "warps": 4, "stages": 1}
+    with pytest.raises(ValueError, match=f"tile.{field}=3 must be a power of two"):
+        tiles.Tile(**{**good, field: 3})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tiles.Tile(**good).rows = 32
+
+
+def test_the_pipeline_is_as_deep_as_the_device_allows():
+    shape = {"rows": 32, "head_dim": 512, "kv_heads": 4}
+    hopper = tiles.grouped_tile(**shape, device="NVIDIA H200")
+    ampere = tiles.grouped_tile(**shape, device="NVIDIA A100-SXM4-80GB")
+    assert (hopper.stages, hopper.splits) == (3, 33)
+    assert (ampere.stages, ampere.splits) == (3, 27)
