@@ -1,6 +1,6 @@
 """Trains the MTP assistant of `tiny` against its frozen files, and writes the assistant's folder.
 
-    python -m tools.train_tiny_assistant --out /tmp/assistant --minutes 3   # on a GPU, extra `train`
+    python -m tools.train_tiny_assistant --out /tmp/assistant --minutes 3    # GPU, extra `train`
     python -m tools.train_tiny_assistant --out carat_jax/tiny/assistant --score_only
 
 A training row is a text of the corpus, read once by the target. Every position of it starts a
@@ -29,7 +29,7 @@ from carat_jax.model.checkpoint import load_params
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import merge, split
 from carat_jax.numerics.attention import KeyView
-from tools.tiny_corpus import held_out_prompts
+from tools.tiny_score import held_out_prompts
 from tools.train_tiny import (
     GENERATION_CONFIG,
     TINY,
@@ -124,6 +124,21 @@ def make_loss(config: AssistantConfig, num_drafts: int):
     return loss, specs
 
 
+def initial(specs, target_params, config: AssistantConfig, seed: int):
+    """Weights to start from: the target's own head, seen through its strongest directions.
+
+    In these directions the target's state enters, leaves for the next step and meets the table, so
+    that training starts near "the state says the next token" and learns what two tokens change.
+    """
+    params = initial_params(specs, seed)
+    table = np.asarray(target_params["embed_tokens"], np.float32)
+    directions = np.linalg.svd(table, full_matrices=False)[2][: config.hidden_size].T
+    params["embed_tokens"] = jnp.asarray(table @ directions)
+    params["post_projection"] = jnp.asarray(directions.T)
+    into = params["pre_projection"].at[config.backbone_hidden_size :].set(directions)
+    return params | {"pre_projection": into}
+
+
 def train(flags: argparse.Namespace, config: AssistantConfig):
     """Runs the training loop; returns the parameters and their specs."""
     import optax
@@ -131,7 +146,7 @@ def train(flags: argparse.Namespace, config: AssistantConfig):
     feed = batches(str(TINY), flags.batch, flags.length, flags.seed, flags.workers)
     target_params = load_params(TINY, split(Gemma4(FAMILIES["tiny"], _BFLOAT16))[1])
     loss, specs = make_loss(config, flags.num_drafts)
-    params = initial_params(specs, flags.seed)
+    params = initial(specs, target_params, config, flags.seed)
     print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters", flush=True)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -145,7 +160,7 @@ def train(flags: argparse.Namespace, config: AssistantConfig):
         updates, state = optimizer.update(grads, state, params)
         return jax.tree.map(lambda p, u: p - rate * u, params, updates), state, value
 
-    state, began, num_steps, warmup = optimizer.init(params), time.time(), flags.steps, 200
+    state, began, num_steps, warmup = optimizer.init(params), time.time(), flags.steps, 100
     for index, rows in enumerate(feed):
         if index == 5:
             jax.block_until_ready(params)
