@@ -8,7 +8,7 @@ are real.
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class Proposal:
     logits: Float[Array, "B M V"] | None = None
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """What a round asks of a drafter; see the module docstring."""
 

@@ -43,7 +43,8 @@ class Drawn:
     """What a step tells the host, rows in the order of positions.
 
     Attributes:
-      tokens: the target's draws; the first `num` of each slot are committed.
+      tokens: the target's draws; the first `num` of each slot are committed. -1 where the logits
+        are NaN or rule out every token.
       num: committed tokens.
       num_drafts: drafts that were verified.
       logprobs, top_ids, top_logprobs: None unless asked for.
@@ -315,6 +316,7 @@ def _draw(
         tokens = sampling.draw(flat, state, places)
     else:
         tokens = jnp.argmax(flat, axis=-1).astype(jnp.int32)
+    tokens = jnp.where(jnp.isfinite(jnp.max(flat, axis=-1)), tokens, -1)
     told = (None, None, None)
     if kind.logprobs:
         told = sampling.log_probabilities(
@@ -338,8 +340,8 @@ def _rows_of(state: SamplingState, drafts: Int[Array, "B M"], num_rows: int) -> 
 
 
 def _record(
-    ids: Int[Array, "B S"], slots: Slots, starts: Lengths, tokens: Tokens, num: Lengths
-) -> Int[Array, "B S"]:
+    ids: Int[Array, "bank S"], slots: Slots, starts: Slots, tokens: Int[Array, "b T"], num: Slots
+) -> Int[Array, "bank S"]:
     """Writes the first `num` tokens of each row at positions `starts + t`; none past the end."""
     row = jnp.arange(tokens.shape[1])
     place = starts[:, None] + row

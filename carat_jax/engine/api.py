@@ -16,7 +16,8 @@ from tqdm import tqdm
 import carat_jax
 from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
 from carat_jax.decoding.sampling import LogitsHook
-from carat_jax.engine.engine import EngineLoop
+from carat_jax.engine.drafting import open_drafter
+from carat_jax.engine.engine import EngineLoop, attention_options
 from carat_jax.engine.request import Delta, Request, Result, TokenInfo
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import FAMILIES, ModelConfig
@@ -60,7 +61,7 @@ def load(
         if model is not None:
             settings["model"] = str(model)
         wanted = read_settings(keywords=settings)
-    return Engine(*_open(wanted), hook=logits_hook)
+    return Engine(*_open(wanted, logits_hook))
 
 
 def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
@@ -79,7 +80,7 @@ def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
     return folder, model, merged
 
 
-def _open(settings: Settings) -> tuple[Settings, Config, ModelConfig, Any, Any, Tokenizer]:
+def _open(settings: Settings, hook: LogitsHook | None) -> tuple[Settings, EngineLoop]:
     """Finds and reads what `settings.model` names; weights last, after everything is checked."""
     folder, model, settings = locate(settings)
     config = settings.build()
@@ -89,12 +90,14 @@ def _open(settings: Settings) -> tuple[Settings, Config, ModelConfig, Any, Any, 
             f"{folder}: tokenizer.json has {tokenizer.vocab_size} tokens, "
             f"the model's vocabulary is {model.vocab_size}"
         )
+    options = attention_options(config)
     graph, specs = split(Gemma4(model, jnp.dtype(config.dtype)))
+    drafting = open_drafter(config, model, folder, options)
     if config.model.startswith("random:"):
         params = random_params(specs, _RANDOM_SEED)
     else:
         params = checkpoint.load_params(folder, specs)
-    return settings, config, model, graph, params, tokenizer
+    return settings, EngineLoop(config, model, graph, params, tokenizer, hook, drafting)
 
 
 class Engine:
@@ -105,19 +108,9 @@ class Engine:
     keywords. After a failed, interrupted or abandoned call the next one runs as on a fresh engine.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        config: Config,
-        model: ModelConfig,
-        graph: Any,
-        params: Any,
-        tokenizer: Tokenizer,
-        hook: LogitsHook | None = None,
-    ):
-        self.settings, self.config, self.model = settings, config, model
-        self.tokenizer = tokenizer
-        self.loop = EngineLoop(config, model, graph, params, tokenizer, hook)
+    def __init__(self, settings: Settings, loop: EngineLoop):
+        self.settings, self.loop = settings, loop
+        self.config, self.model, self.tokenizer = loop.config, loop.model, loop.tokenizer
 
     def generate(
         self,
@@ -140,10 +133,9 @@ class Engine:
           A `Result`, or a list of them in the order of the prompts.
         """
         params = self._params(sampling, overrides)
-        if _is_single(prompts):
-            return self._run([(self._ids(prompts), params, False)])[0]
-        jobs = [(self._ids(prompt), params, False) for prompt in prompts]
-        return self._run(jobs, progress)
+        prompts, is_single = _listed(prompts)
+        results = self._run([(self._ids(prompt), params, False) for prompt in prompts], progress)
+        return results[0] if is_single else results
 
     def stream(
         self,
@@ -215,13 +207,14 @@ class Engine:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Iterable):
-            ids = list(prompt)
-            if all(hasattr(i, "__index__") and not isinstance(i, bool) for i in ids):
-                return [int(i) for i in ids]
-        raise ValueError(f"prompt: {prompt!r} is neither text nor a list of token ids")
+        ids = _items(prompt)
+        if not all(map(_is_id, ids)):
+            raise ValueError(f"prompt: {prompt!r} is neither text nor a list of token ids")
+        return [int(i) for i in ids]
 
     def _run(self, jobs: Sequence[tuple], progress: bool = False) -> list[Result]:
+        for ids, params, _ in jobs:
+            self.loop.check(ids, params)
         waiting, requests = deque(jobs), []
         bar = tqdm(total=len(jobs), unit="prompt", disable=None if progress else True)
         try:
@@ -242,12 +235,14 @@ class Engine:
     def _stream(self, ids: list[int], params: SamplingParams, is_chat: bool) -> Iterator[Delta]:
         if params.n != 1:
             raise ValueError(f"sampling.n: {params.n} samples cannot be streamed, only 1")
-        request = self.loop.submit(ids, params, is_chat)
-        return self._follow(request)
+        deltas = self._follow(self.loop.submit(ids, params, is_chat))
+        next(deltas)
+        return deltas
 
     def _follow(self, request: Request) -> Iterator[Delta]:
         deltas = request.samples[0].deltas
         try:
+            yield Delta("")  # for `_stream`: only a generator that has begun is closed when dropped
             while deltas or not request.is_finished:
                 while not deltas:
                     self.loop.step()
@@ -256,9 +251,22 @@ class Engine:
             self.loop.cancel(request)
 
 
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+def _listed(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts as a list, and whether there was a single one: a text, or token ids."""
     if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompt: {prompts!r} is neither text nor a list of token ids")
-    return any(hasattr(item, "__index__") for item in list(prompts)[:1])
+        return [prompts], True
+    items = _items(prompts)
+    return ([items], True) if items and _is_id(items[0]) else (items, False)
+
+
+def _items(prompt: Iterable) -> list:
+    """What a list, an array or an iterator holds; a list can be looked at twice."""
+    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(items, Iterable) or isinstance(items, bytes | Mapping):
+        raise ValueError(f"prompt: {prompt!r} is neither text nor a list of token ids")
+    return list(items)
+
+
+def _is_id(item: Any) -> bool:
+    is_whole = hasattr(item, "__index__") and not isinstance(item, bool)
+    return is_whole and not getattr(item, "ndim", 0)

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +23,13 @@ from flax import nnx
 
 from carat_jax.cache import bank as banks
 from carat_jax.config import Config, SamplingParams, sampling_from
-from carat_jax.decoding.drafters import Drafter, NoDrafter
+from carat_jax.decoding.drafters import NoDrafter
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.decoding.state import DecodeState, empty_state
 from carat_jax.decoding.steps import Drawn, SamplerKind, StepOptions, Steps, build_steps
 from carat_jax.engine.compile_counter import num_compilations
 from carat_jax.engine.counters import Counters
+from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.request import Request, Sample, TokenInfo
 from carat_jax.engine.scheduler import Admission, Scheduler
 from carat_jax.engine.tokenizer import Tokenizer
@@ -38,10 +39,11 @@ from carat_jax.numerics.padding import EXACT, default_rungs, padded_keys
 
 # Alternatives a sampler with log-probabilities returns, at most.
 MAX_TOP_LOGPROBS = 20
-# The ring kernel takes rings in blocks of this many slots.
-_RING_BLOCK = 64
 # Steps dispatched before the oldest one's tokens are read.
 _RUN_AHEAD = 1
+
+
+_PLAIN = Drafting(NoDrafter())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +64,7 @@ class EngineLoop:
       graph, params: the model, split.
       tokenizer: for texts, end tokens and suppressed tokens.
       hook: a function on the logits, compiled into the samplers.
-      drafter: who proposes tokens; None is plain decoding.
-      draft_params: the drafter's parameters.
-      new_draft_state: makes the drafter's own state for an empty engine.
+      drafting: who proposes tokens.
     """
 
     def __init__(
@@ -75,16 +75,13 @@ class EngineLoop:
         params: Any,
         tokenizer: Tokenizer,
         hook: LogitsHook | None = None,
-        drafter: Drafter | None = None,
-        draft_params: Any = (),
-        new_draft_state: Callable[[], Any] = tuple,
+        drafting: Drafting = _PLAIN,
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.max_context = _max_context(config, model)
         self.rungs = _rungs(config, self.max_context)
-        self.drafter = drafter or NoDrafter()
-        self._params = {"target": params, "draft": draft_params}
-        self._new_draft_state = new_draft_state
+        self.drafter, self._drafting = drafting.drafter, drafting
+        self._params = {"target": params, "draft": drafting.params}
         self._num_top = min(MAX_TOP_LOGPROBS, model.vocab_size)
         base_bias = np.zeros(model.vocab_size, np.float32)
         base_bias[[i for i in tokenizer.suppress_ids if i < model.vocab_size]] = -np.inf
@@ -100,6 +97,7 @@ class EngineLoop:
         )
         self._scheduler = Scheduler(config.engine.max_batch, config.engine.max_queue)
         self._flights: deque[_Flight] = deque()
+        self._is_busy = False
         self._state: DecodeState = self._new_state()
         self.counters = Counters(self.drafter.num_drafts)
 
@@ -134,9 +132,12 @@ class EngineLoop:
         """Ends what is left of a request; its slots are free for the next one."""
         for sample in request.samples:
             sample.cancel()
-        self._scheduler.drop_finished()
-        with self._guarded():
-            self._release_finished()
+        # The garbage collector drops a forgotten iterator, and so cancels its request, whenever it
+        # likes: amid a step too, which then releases the slots itself.
+        if not self._is_busy:
+            with self._guarded():
+                self._scheduler.drop_finished()
+                self._release_finished()
 
     @property
     def room(self) -> int:
@@ -185,6 +186,7 @@ class EngineLoop:
     def step(self) -> None:
         """Moves every request on by about one token."""
         with self._guarded():
+            self._scheduler.drop_finished()
             while (admission := self._scheduler.admit()) is not None:
                 self._start(admission)
             running = self._scheduler.running
@@ -272,7 +274,7 @@ class EngineLoop:
             before = len(sample.ids)
             for i in range(drawn.num[row]):
                 if not sample.is_finished:
-                    sample.push(int(drawn.tokens[row, i]), _token_info(drawn, row, i, sample))
+                    _push(sample, drawn, row, i)
             sample.num_dispatched += int(drawn.num[row]) - 1
             self.counters.generated_tokens += len(sample.ids) - before
             if flight.is_round:
@@ -285,6 +287,8 @@ class EngineLoop:
             if sample.is_finished:
                 self._state = self._steps.release(self._state, np.int32(slot))
                 self._scheduler.release(slot)
+        if not self._scheduler.running:
+            self._flights.clear()
 
     # ---- scoring -----------------------------------------------------------------------------
 
@@ -379,14 +383,16 @@ class EngineLoop:
             banks.CacheKinds(
                 self.config.cache.local_layers,
                 self.config.cache.global_layers,
-                block=1 if self.options.attention.impl == "xla" else _RING_BLOCK,
+                block=self.options.attention.ring_block,
             ),
         )
-        return empty_state(bank, self.model, self.max_context, dtype, self._new_draft_state())
+        draft = self._drafting.new_state(self.num_slots, self.max_context, self._num_rows)
+        return empty_state(bank, self.model, self.max_context, dtype, draft)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Leaves a usable state behind whatever happens inside, Ctrl-C included."""
+        self._is_busy = True
         try:
             yield
         except BaseException:
@@ -396,6 +402,8 @@ class EngineLoop:
             self._scheduler.restart()
             self.counters.restarts += 1
             raise
+        finally:
+            self._is_busy = False
 
 
 def plan_chunks(length: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -426,9 +434,16 @@ def _sampler_kind(samples) -> SamplerKind:
     )
 
 
-def _token_info(drawn: Drawn, row: int, i: int, sample: Sample) -> TokenInfo | None:
-    num_top = sample.request.params.logprobs
-    return None if num_top is None else _info(drawn, row, i, num_top)
+def _push(sample: Sample, drawn: Drawn, row: int, i: int) -> None:
+    token, num_top = int(drawn.tokens[row, i]), sample.request.params.logprobs
+    if token < 0:
+        place = len(sample.known_ids)
+        sample.cancel("error")
+        raise FloatingPointError(
+            f"the logits of position {place} are NaN or leave no token: a logits hook, or weights "
+            "that overflow"
+        )
+    sample.push(token, None if num_top is None else _info(drawn, row, i, num_top))
 
 
 def _info(drawn: Drawn, row: int, i: int, num_top: int) -> TokenInfo:

@@ -48,7 +48,7 @@ class Completion:
     Attributes:
       text: the answer, without end tokens, cut before the stop string that ended it.
       ids: every generated id, including the one that ended it.
-      finish_reason: "stop" (end token or stop string), "length", or "cancelled".
+      finish_reason: "stop" (end token or stop string), "length", "cancelled", or "error".
       seed: the request's seed; with `index` it reproduces the sample.
       index: which sample of its prompt this is.
       logprobs: one entry an id if asked for, else None.
@@ -160,10 +160,10 @@ class Sample:
             reason = "length"
         self._emit(split, token, info, reason)
 
-    def cancel(self) -> None:
+    def cancel(self, reason: str = "cancelled") -> None:
         """Ends it where it is."""
         if not self.is_finished:
-            self._emit(Split("", ""), None, None, "cancelled")
+            self._emit(Split("", ""), None, None, reason)
 
     def completion(self) -> Completion:
         """The finished sample."""

@@ -54,6 +54,11 @@ class AttentionOptions:
     group_heads: bool = True
     num_keys: int | None = None
 
+    @property
+    def ring_block(self) -> int:
+        """What a ring's capacity must be a multiple of."""
+        return 1 if self.impl == "xla" else 64
+
 
 # Plain JAX, grouped, over whole caches.
 PLAIN = AttentionOptions()

@@ -17,6 +17,8 @@ import numpy as np
 
 from carat_jax.config import read_settings
 from carat_jax.engine.api import Engine
+from carat_jax.engine.engine import EngineLoop
+from carat_jax.engine.engine import EngineLoop
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import split
@@ -64,12 +66,15 @@ def make_engine(hook=None, **settings) -> Engine:
     graph, _ = split(Gemma4(model.config, model.dtype))
     sections = {"sampling": {"max_tokens": 16, "temperature": 0.0}, "engine": settings}
     chosen = read_settings(keywords={"dtype": "float32", **sections})
-    return Engine(chosen, chosen.build(), model.config, graph, model.params, tokenizer(), hook)
+    params = model.params["target"]
+    return Engine(
+        chosen, EngineLoop(chosen.build(), model.config, graph, params, tokenizer(), hook)
+    )
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     """BOS and random ids of plain tokens."""
-    rng = np.random.default_rng([length, seed])
+    rng = np.random.default_rng([length, seed + 1])
     return [BOS, *rng.integers(310, tokenizer().vocab_size, length - 1).tolist()]
 
 

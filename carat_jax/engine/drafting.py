@@ -1,0 +1,121 @@
+"""From the settings to a drafter: which one, its parameters, and its state for an empty engine."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from carat_jax.assistant_families import ASSISTANTS
+from carat_jax.cache import bank as banks
+from carat_jax.config import Config
+from carat_jax.decoding.drafters import (
+    AssistantDrafter,
+    CombinedDrafter,
+    Drafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+)
+from carat_jax.families import ModelConfig
+from carat_jax.model import checkpoint
+from carat_jax.model.assistant import Assistant, load_assistant
+from carat_jax.model.gemma4 import Gemma4
+from carat_jax.model.params import random_params, split
+from carat_jax.numerics.attention import AttentionOptions
+
+_RANDOM = "random:"
+# Seed of a random assistant's weights; the target's is another.
+_SEED = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """A drafter with what it needs at run time."""
+
+    drafter: Drafter
+    params: Any = ()
+    new_state: Callable[[int, int, int], Any] = lambda num_slots, max_context, num_rows: ()
+
+
+def open_drafter(
+    config: Config, target: ModelConfig, target_folder: Path | None, options: AttentionOptions
+) -> Drafting:
+    """Makes the drafter that `config.decode` names and loads its weights.
+
+    Args:
+      config: all settings.
+      target: the model it drafts for.
+      target_folder: that model's folder; None for random weights.
+      options: how attention is computed.
+
+    Raises:
+      ValueError: there is no such drafter, or it does not fit the target.
+    """
+    kind, num_drafts = config.decode.drafter, config.decode.draft_len
+    dtype = jnp.dtype(config.dtype)
+    if kind == "none":
+        return Drafting(NoDrafter())
+    if kind == "ngram":
+        return Drafting(NgramDrafter(num_drafts))
+    if kind == "model":
+        return _open_model(config, target, options)
+    graph, params = _open_assistant(config, target, target_folder, dtype)
+    assistant = AssistantDrafter(graph, num_drafts, options)
+    if kind == "combined":
+        return Drafting(CombinedDrafter(NgramDrafter(num_drafts), assistant), params)
+    return Drafting(assistant, params)
+
+
+def _open_assistant(
+    config: Config, target: ModelConfig, target_folder: Path | None, dtype: Any
+) -> tuple[Any, Any]:
+    name = config.decode.draft_model
+    if name is None and config.model.startswith(_RANDOM):
+        name = config.model
+    if name is not None and name.startswith(_RANDOM):
+        size = name.removeprefix(_RANDOM)
+        if size not in ASSISTANTS:
+            raise ValueError(
+                f"decode.draft_model: no assistant of size {size!r}; "
+                f"there are {', '.join(sorted(ASSISTANTS))}"
+            )
+        graph, specs = split(Assistant(ASSISTANTS[size], target, dtype))
+        return graph, random_params(specs, _SEED)
+    if name is not None:
+        return load_assistant(checkpoint.find_checkpoint(name), target, dtype)
+    inside = target_folder / "assistant"
+    if inside.is_dir():
+        return load_assistant(inside, target, dtype)
+    if Path(config.model).exists() or "/" not in config.model:
+        raise ValueError(
+            f"decode.drafter: {config.decode.drafter!r} needs an assistant and {target_folder} "
+            "holds none; name its folder or hub name in decode.draft_model"
+        )
+    # Google publishes each model's assistant beside it under this name.
+    return load_assistant(checkpoint.find_checkpoint(f"{config.model}-assistant"), target, dtype)
+
+
+def _open_model(config: Config, target: ModelConfig, options: AttentionOptions) -> Drafting:
+    name = config.decode.draft_model
+    if name is None:
+        raise ValueError(
+            "decode.drafter: 'model' needs a smaller Gemma 4; name it in decode.draft_model"
+        )
+    folder = checkpoint.find_checkpoint(name)
+    facts, _ = checkpoint.read_config(folder)
+    if facts.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"decode.draft_model: {name} has a vocabulary of {facts.vocab_size}, "
+            f"the target's is {target.vocab_size}"
+        )
+    dtype = jnp.dtype(config.dtype)
+    graph, specs = split(Gemma4(facts, dtype))
+
+    def new_state(num_slots: int, max_context: int, num_rows: int) -> banks.CacheBank:
+        kinds = banks.CacheKinds(block=options.ring_block)
+        return banks.empty_bank(facts, num_slots, max_context, num_rows, dtype, kinds)
+
+    drafter = ModelDrafter(graph, config.decode.draft_len, options)
+    return Drafting(drafter, checkpoint.load_params(folder, specs), new_state)
