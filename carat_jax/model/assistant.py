@@ -33,7 +33,7 @@ from carat_jax.assistant_families import (
 )
 from carat_jax.cache.bank import CacheBank
 from carat_jax.families import ModelConfig
-from carat_jax.model.gemma4 import DecoderLayer, Gemma4, RMSNorm, StepContext, _frequencies
+from carat_jax.model.gemma4 import DecoderLayer, Gemma4, RMSNorm, StepContext, layer_frequencies
 from carat_jax.model.json_file import read_json
 from carat_jax.model.load_hf import Placement, load_hf
 from carat_jax.model.params import TensorSource, matrix, param, split
@@ -142,7 +142,9 @@ class Assistant(nnx.Module):
             # Who sees whom is counted from the last verified key, angles from the bonus token.
             positions=positions[:, None] - 1,
             rope={
-                layer.is_sliding: rope_tables(positions[:, None], _frequencies(self.config, layer))
+                layer.is_sliding: rope_tables(
+                    positions[:, None], layer_frequencies(self.config, layer)
+                )
                 for layer in self.config.layers
             },
             caches={},

@@ -14,6 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -337,7 +338,7 @@ class Gemma4(nnx.Module):
             options=options,
             positions=positions,
             rope={
-                layer.is_sliding: rope_tables(positions, _frequencies(config, layer))
+                layer.is_sliding: rope_tables(positions, layer_frequencies(config, layer))
                 for layer in config.layers
             },
             caches=dict(bank.layers),
@@ -360,7 +361,8 @@ class Gemma4(nnx.Module):
             return soft_cap(raw, self.config.final_logit_softcapping)
 
 
-def _frequencies(config: ModelConfig, layer: LayerSpec):
+def layer_frequencies(config: ModelConfig, layer: LayerSpec) -> Float[np.ndarray, "half"]:
+    """RoPE frequencies of a layer; see `rope_frequencies`."""
     if layer.is_sliding:
         return rope_frequencies(layer.head_dim, config.sliding_rope_theta)
     return rope_frequencies(

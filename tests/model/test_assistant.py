@@ -85,7 +85,7 @@ class Pair:
         tokens = np.array([[*ids, *[7] * (MAX_ROWS - len(ids))] for ids in blocks], np.int32)
         num_valid = np.array([len(ids) for ids in blocks], np.int32)
         step = extend_step(self.target_name)
-        bank, hidden = step(self.target.params, bank, tokens, num_valid)
+        bank, hidden = step(self.target.params["target"], bank, tokens, num_valid)
         return bank, np.asarray(hidden)
 
     def draft(self, bank, tokens, hidden, bias=0.0):
@@ -93,7 +93,7 @@ class Pair:
         tokens = np.array([*tokens, *[0] * (NUM_SLOTS - len(tokens))], np.int32)
         bias = np.broadcast_to(np.float32(bias), (NUM_SLOTS, 320))
         burst = burst_step(self.target_name, self.raw["use_ordered_embeddings"])
-        return burst(self.target.params, self.params, bank, tokens, hidden, bias)
+        return burst(self.target.params["target"], self.params, bank, tokens, hidden, bias)
 
     def burst_after(self, keys, bonus, cache: CacheKinds = PLAIN, bias=0.0):
         """A burst of slots that hold `keys`."""
