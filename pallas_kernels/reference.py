@@ -51,7 +51,7 @@ def _rows(q, starts):
     return starts[:, None] + jnp.arange(q.shape[1])[None]
 
 
-def _full_keys(k_rot, v, k_norm):
+def full_keys(k_rot, v, k_norm):
     """Keys of the `v_rot` layout: k_norm * v, but for the rotated numbers, which are kept."""
     half, rotated_half = v.shape[-1] // 2, k_rot.shape[-1] // 2
     k = v.astype(jnp.float32) * k_norm.astype(jnp.float32)
@@ -73,7 +73,7 @@ def grouped_attention(
     q, k_cache, v_cache, starts, ends, *, k_norm=None, window=None, partials=False
 ):
     """Attention over caches [B,K,S,H] that keep position p in row p."""
-    k = k_cache if k_norm is None else _full_keys(k_cache, v_cache, k_norm)
+    k = k_cache if k_norm is None else full_keys(k_cache, v_cache, k_norm)
     k_pos = jnp.broadcast_to(jnp.arange(v_cache.shape[2])[None], (q.shape[0], v_cache.shape[2]))
     exists = k_pos < ends[:, None]
     if window is not None:

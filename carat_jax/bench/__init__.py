@@ -1,0 +1,1 @@
+"""Benchmarks, each a program: floor 6."""

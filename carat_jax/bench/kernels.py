@@ -1,0 +1,279 @@
+"""`python -m carat_jax.bench.kernels`: each attention kernel against its baselines, in one run.
+
+Shapes of Gemma 4 31B and 12B, bfloat16, random numbers; what a cache holds past its length is NaN.
+Every variant is checked against the float32 oracle before it is timed. Records go to --out as JSON
+lines; figures are microseconds a layer, gross and net of the empty chain that is recorded too.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+
+from carat_jax.bench import baselines, measure
+from pallas_kernels import (
+    grouped_attention,
+    per_head_attention,
+    prefill_attention,
+    prefill_ring_attention,
+    reference,
+    ring_attention,
+)
+
+CASES = ("grouped", "rows", "ring", "layouts", "padding", "prefill", "torch")
+_CASES = flags.DEFINE_list("cases", list(CASES), "which measurements to run")
+_OUT = flags.DEFINE_string("out", None, "file to append JSON lines to")
+_COMMIT = flags.DEFINE_string("commit", None, "commit to record where there is no git")
+_CONTEXTS = flags.DEFINE_list("contexts", ["6005", "32005", "131005"], "keys of `grouped`")
+_COUNTS = flags.DEFINE_string("counts", "5960:6081:1", "key counts of `padding`: from:to:step")
+_GIB = 2**30
+GLOBAL = {"heads": 32, "kv_heads": 4, "head_dim": 512}  # a 31B global layer, eight rows a position
+GLOBAL_12B = {"heads": 16, "kv_heads": 1, "head_dim": 512}
+LOCAL = {"heads": 32, "kv_heads": 16, "head_dim": 256}
+WINDOW, CAPACITY, ROTATED, LAYERS = 1024, 1088, 128, 50
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _random(seed, shape, scale=1.0, valid=None):
+    x = scale * jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    return x if valid is None else x.at[:, :, valid:].set(jnp.nan)
+
+
+def _error(got, want):
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def _global_caches(shape, keys, count):
+    """Layers of (k, v) and of (rotated k, v), and k_norm; the keys are those that v_rot implies."""
+    size = -(-keys // 256) * 256
+    full = (1, shape["kv_heads"], size, shape["head_dim"])
+    norm = jnp.linspace(0.5, 1.5, shape["head_dim"]).astype(jnp.bfloat16)
+    kv, v_rot = [], []
+    for i in range(count):
+        v = _random(2 * i, full, 1.0, keys)
+        rotated = _random(2 * i + 1, (*full[:3], ROTATED), 1.0, keys)
+        kv.append((jax.jit(reference.full_keys)(rotated, v, norm).astype(v.dtype), v))
+        v_rot.append((rotated, v))
+    return kv, v_rot, norm
+
+
+def _race(records, fixed, variants, oracle, x, layers, *, length, moved=None, ceiling=None):
+    """Checks, times and records variants: name -> (function, name of its layers)."""
+    errors = {}
+    for name, (function, kind) in variants.items():
+        errors[name] = _error(jax.jit(function)(x, *layers[kind][0]), oracle)
+        if not errors[name] <= 5e-3:
+            logging.error("%s %s: relative error %s", fixed, name, errors[name])
+    by_name = {name: layers[kind] for name, (_, kind) in variants.items()}
+    functions = {name: function for name, (function, _) in variants.items()}
+    times = measure.race(functions, x, by_name, length=length)
+    for name, (gross, net) in times.items():
+        record = dict(fixed, variant=name, gross_us=gross, net_us=net)
+        if name != "empty":
+            record["error"] = errors[name]
+        if moved and name in moved:
+            rate = moved[name] / max(net, 1e-3) * 1e6
+            record |= {"bytes": moved[name], "gb_per_s": rate / 1e9, "of_read": rate / ceiling}
+        records.add(**record)
+    return times
+
+
+def grouped(records, ceiling, shape, keys, num_new, *, per_head=True, three_stage=True):
+    """The global attention core at one context, every layout and baseline."""
+    count = 10 if keys < 20000 else 3
+    kv, v_rot, norm = _global_caches(shape, keys, count)
+    starts, ends = jnp.array([keys - num_new]), jnp.array([keys])
+    q = _random(99, (1, num_new, shape["heads"], shape["head_dim"]), 0.05)
+    call = functools.partial(grouped_attention, impl="triton")
+    variants = {
+        "kv": (lambda q, k, v: call(q, k, v, starts, ends), "kv"),
+        "v_rot": (lambda q, k, v: call(q, k, v, starts, ends, k_norm=norm), "v_rot"),
+    }
+    if three_stage:
+        padded = -(-keys // 64) * 64
+        clean = [tuple(jnp.where(jnp.isnan(x), 0, x) for x in pair) for pair in kv]
+        for name, n in (("three_stage_exact", keys), ("three_stage_padded", padded)):
+            run = functools.partial(baselines.three_stage, num_keys=n)
+            variants[name] = (lambda q, k, v, run=run: run(q, k, v, starts), "clean")
+    oracle = jax.jit(reference.grouped_attention)(q, *kv[0], starts, ends)
+    layers = {"kv": kv, "v_rot": v_rot} | ({"clean": clean} if three_stage else {})
+    one = shape["kv_heads"] * keys * 2
+    moved = {"kv": one * 2 * shape["head_dim"], "v_rot": one * (shape["head_dim"] + ROTATED)}
+    fixed = {"case": "grouped", **shape, "keys": keys, "positions": num_new}
+    length = 60 if keys < 20000 else 12
+    more = {"moved": moved, "ceiling": ceiling}
+    times = _race(records, fixed, variants, oracle, q, layers, length=length, **more)
+    ratio = {"v_rot_over_kv": times["v_rot"][1] / times["kv"][1]}
+    if per_head:
+        at = {"starts": starts, "ends": ends, "impl": "triton"}
+        run = functools.partial(per_head_attention, **at)
+        slow = _race(records, fixed, {"per_head": (run, "kv")}, oracle, q, layers, length=3)
+        ratio["per_head_over_kv"] = slow["per_head"][1] / times["kv"][1]
+    records.add(**fixed, variant="ratios", **ratio)
+
+
+def ring(records, ceiling, num_new):
+    """The local attention of 50 layers, kernel against XLA."""
+    shape = (1, LOCAL["kv_heads"], CAPACITY, LOCAL["head_dim"])
+    layers = {"ring": [(_random(2 * i, shape), _random(2 * i + 1, shape)) for i in range(LAYERS)]}
+    starts, ends = jnp.array([5000]), jnp.array([5000 + num_new])
+    q = _random(99, (1, num_new, LOCAL["heads"], LOCAL["head_dim"]), 0.08)
+    at = {"starts": starts, "ends": ends, "window": WINDOW}
+    variants = {
+        "ring": (lambda q, k, v: ring_attention(q, k, v, impl="triton", **at), "ring"),
+        "xla": (lambda q, k, v: baselines.ring_xla(q, k, v, **at), "ring"),
+    }
+    oracle = jax.jit(functools.partial(reference.ring_attention, **at))(q, *layers["ring"][0])
+    moved = {"ring": 2 * shape[1] * (WINDOW + num_new - 1) * shape[3] * 2}
+    fixed = {"case": "ring", **LOCAL, "window": WINDOW, "positions": num_new}
+    more = {"length": 200, "moved": moved, "ceiling": ceiling}
+    _race(records, fixed, variants, oracle, q, layers, **more)
+
+
+def layouts(records, batch, context, memory):
+    """50 local layers kept as rings, in pages or in full: time where it fits, GiB anyway."""
+    kv_heads, dim, num_new = LOCAL["kv_heads"], LOCAL["head_dim"], 4
+    starts = jnp.full((batch,), context - num_new)
+    ends = starts + num_new
+    pages = -(-context // baselines.PAGE)
+    rows = {"ring": CAPACITY, "paged": pages * baselines.PAGE, "full": context}
+    q = _random(99, (batch, num_new, LOCAL["heads"], dim), 0.08)
+    fixed = {"case": "layouts", **LOCAL, "batch": batch, "context": context}
+    tables = jnp.arange(batch * pages).reshape(batch, pages)[:, ::-1]
+    options = {"window": WINDOW}
+    run = {
+        "ring": lambda q, k, v: ring_attention(q, k, v, starts, ends, impl="triton", **options),
+        "paged": lambda q, k, v: baselines.paged(q, k, v, tables, starts, **options),
+        "full": lambda q, k, v: baselines.full(q, k, v, starts, **options),
+    }
+    for name, length in rows.items():
+        one = 2 * batch * kv_heads * length * dim * 2
+        record = dict(fixed, variant=name, layers=LAYERS, gib=LAYERS * one / _GIB)
+        if LAYERS * one > 0.9 * memory:
+            records.add(**record, fits=False)
+            continue
+        shape = (batch, kv_heads, length, dim)
+        if name == "paged":
+            shape = (batch * pages, baselines.PAGE, kv_heads, dim)
+        count = max(2, min(LAYERS, int(0.3e9 // one)))
+        cells = [(_random(2 * i, shape), _random(2 * i + 1, shape)) for i in range(count)]
+        times = measure.race({name: run[name]}, q, cells, length=max(count, 10))
+        records.add(**record, fits=True, gross_us=times[name][0], net_us=times[name][1])
+
+
+def padding(records, counts):
+    """Three-stage time against the key count: exact, and rounded up to a multiple of 64."""
+    size = -(-max(counts) // 256) * 256
+    shape = (1, GLOBAL["kv_heads"], size, GLOBAL["head_dim"])
+    layers = [(_random(2 * i, shape), _random(2 * i + 1, shape)) for i in range(10)]
+    q = _random(99, (1, 4, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
+    starts = jnp.array([counts[0] - 4])
+    every = sorted({*counts, *(-(-n // 64) * 64 for n in counts)})
+    for n in every:
+        whole = functools.partial(baselines.three_stage, starts=starts, num_keys=n)
+        scores = functools.partial(baselines.scores_only, num_keys=n)
+        variants = {"whole": whole, "scores": lambda q, k, v, scores=scores: scores(q, k)}
+        times = measure.race(variants, q, layers, length=20, rounds=3)
+        for name in variants:
+            gross, net = times[name]
+            fixed = {"case": "padding", "variant": name, "keys": n, "multiple_of_64": n % 64 == 0}
+            records.add(**fixed, gross_us=gross, net_us=net)
+
+
+def prefill(records, history, num_new=2048):
+    """A chunk against its history: the global kernel and, once, the local one."""
+    starts, ends = jnp.array([history]), jnp.array([history + num_new])
+    cache = (1, GLOBAL["kv_heads"], history + num_new, GLOBAL["head_dim"])
+    q = _random(99, (1, num_new, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
+    k, v = _random(1, cache), _random(2, cache)
+    run = jax.jit(functools.partial(prefill_attention, impl="triton"))
+    few = jax.jit(reference.grouped_attention)(q[:, -4:], k, v, ends - 4, ends)
+    error = _error(run(q, k, v, starts, ends)[:, -4:], few)
+    seconds = measure.median_time(run, q, k, v, starts, ends, calls=3)
+    pairs = num_new * history + num_new * (num_new + 1) // 2
+    rate = 4 * GLOBAL["heads"] * GLOBAL["head_dim"] * pairs / seconds
+    fixed = {"case": "prefill", "positions": num_new, "history": history}
+    more = {"tflop_per_s": rate / 1e12, "of_790": rate / 790e12}
+    records.add(**fixed, variant="global", ms=seconds * 1e3, error=error, **more)
+    ring_shape = (1, LOCAL["kv_heads"], CAPACITY, LOCAL["head_dim"])
+    new = (1, num_new, LOCAL["kv_heads"], LOCAL["head_dim"])
+    q = _random(99, (1, num_new, LOCAL["heads"], LOCAL["head_dim"]), 0.08)
+    arrays = _random(1, ring_shape), _random(2, ring_shape), _random(3, new), _random(4, new)
+    run = functools.partial(prefill_ring_attention, window=WINDOW)
+    got = jax.jit(functools.partial(run, impl="triton"))
+    want = jax.jit(functools.partial(run, impl="xla"))(q, *arrays, starts, ends)
+    error = _error(got(q, *arrays, starts, ends), want)
+    seconds = measure.median_time(got, q, *arrays, starts, ends, calls=5)
+    pairs = sum(min(WINDOW, history + t + 1) for t in range(num_new))
+    rate = 4 * LOCAL["heads"] * LOCAL["head_dim"] * pairs / seconds
+    more = {"tflop_per_s": rate / 1e12, "of_790": rate / 790e12}
+    records.add(**fixed, variant="local", ms=seconds * 1e3, error=error, **more)
+
+
+def torch_sdpa(records, keys, num_new=4):
+    """torch's scaled_dot_product_attention on the grouped core, where torch is installed."""
+    try:
+        import torch
+    except ImportError:
+        logging.info("torch is not installed: no SDPA rows")
+        return
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    heads, kv_heads, dim = GLOBAL["heads"], GLOBAL["kv_heads"], GLOBAL["head_dim"]
+    q = torch.randn(1, heads, num_new, dim, **options)
+    layers = [torch.randn(2, 1, kv_heads, keys, dim, **options) for _ in range(4)]
+    ones = torch.ones(num_new, keys, dtype=torch.bool, device="cuda")
+    mask = ones.tril(keys - num_new)
+    attend = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, attn_mask=mask, scale=1.0, enable_gqa=True
+    )
+    for layer in layers:
+        attend(q, *layer)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for i in range(40):
+        attend(q, *layers[i % 4])
+    stop.record()
+    torch.cuda.synchronize()
+    fixed = {"case": "grouped", **GLOBAL, "keys": keys, "positions": num_new}
+    time_us = start.elapsed_time(stop) / 40 * 1e3
+    records.add(**fixed, variant="torch_sdpa", torch=torch.__version__, gross_us=time_us)
+
+
+def main(argv):
+    """Runs the chosen measurements; refuses on a machine without a GPU."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    unknown = set(_CASES.value) - set(CASES)
+    if unknown:
+        raise app.UsageError(f"--cases: unknown {sorted(unknown)}; known: {', '.join(CASES)}")
+    if jax.default_backend() != "gpu":
+        raise app.UsageError("the kernels are measured on a GPU; this machine has none")
+    chosen, contexts = set(_CASES.value), [int(n) for n in _CONTEXTS.value]
+    records = measure.Records(_OUT.value, _COMMIT.value)
+    ceiling = measure.read_bandwidth()
+    records.add(case="read", gb_per_s=ceiling / 1e9)
+    for keys in contexts if "grouped" in chosen else ():
+        grouped(records, ceiling, GLOBAL, keys, 4)
+    for shape, num_new in ((GLOBAL, 1), (GLOBAL, 8), (GLOBAL_12B, 8)) if "rows" in chosen else ():
+        for keys in (contexts[0], contexts[-1]):
+            more = {"per_head": False, "three_stage": False}
+            grouped(records, ceiling, shape, keys, num_new, **more)
+    for num_new in (1, 4, 8) if "ring" in chosen else ():
+        ring(records, ceiling, num_new)
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    for batch in (1, 8) if "layouts" in chosen else ():
+        for context in (2048, 32768, 131072):
+            layouts(records, batch, context, memory)
+    for history in (0, 6144, 32768) if "prefill" in chosen else ():
+        prefill(records, history)
+    for keys in contexts if "torch" in chosen else ():
+        torch_sdpa(records, keys)
+    if "padding" in chosen:
+        padding(records, range(*(int(n) for n in _COUNTS.value.split(":"))))
+
+
+if __name__ == "__main__":
+    app.run(main)
