@@ -198,6 +198,7 @@ def _generate(arguments: Sequence[str]) -> None:
     sink = None if stream and options.output is None else open_output(options.output)
     started = time.monotonic()
     engine = carat_jax.load(settings)
+    _say(engine.describe())
     _say(f"loaded in {time.monotonic() - started:.1f} s; --print_config shows where each is from:")
     _say(", ".join(f"{k}={v}" for k, v, origin in engine.settings.items() if origin != "built-in"))
     run = Run(engine, sink, options.thinking, stream)

@@ -17,8 +17,9 @@ import carat_jax
 from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.engine.drafting import open_drafter
-from carat_jax.engine.engine import EngineLoop, attention_options
+from carat_jax.engine.engine import EngineLoop
 from carat_jax.engine.request import Delta, Request, Result, TokenInfo
+from carat_jax.engine.shapes import attention_options
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import FAMILIES, ModelConfig
 from carat_jax.model import checkpoint
@@ -196,6 +197,10 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles every step now instead of at its first use."""
         self.loop.warm_up()
+
+    def describe(self) -> str:
+        """What was chosen, in one line: device, attention, caches, compiled shapes."""
+        return self.loop.describe()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, sizes in bytes, compilations."""

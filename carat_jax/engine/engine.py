@@ -32,10 +32,17 @@ from carat_jax.engine.counters import Counters
 from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.request import Request, Sample, TokenInfo
 from carat_jax.engine.scheduler import Admission, Scheduler
+from carat_jax.engine.shapes import (
+    attention_options,
+    key_rungs,
+    max_context,
+    padded_row,
+    plan_chunks,
+    size_text,
+)
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import ModelConfig
-from carat_jax.numerics.attention import AttentionOptions
-from carat_jax.numerics.padding import EXACT, default_rungs, padded_keys
+from carat_jax.numerics.padding import padded_keys
 
 # Alternatives a sampler with log-probabilities returns, at most.
 MAX_TOP_LOGPROBS = 20
@@ -78,8 +85,8 @@ class EngineLoop:
         drafting: Drafting = _PLAIN,
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.max_context = _max_context(config, model)
-        self.rungs = _rungs(config, self.max_context)
+        self.max_context = max_context(config, model)
+        self.rungs = key_rungs(config, self.max_context)
         self.drafter, self._drafting = drafting.drafter, drafting
         self._params = {"target": params, "draft": drafting.params}
         self._num_top = min(MAX_TOP_LOGPROBS, model.vocab_size)
@@ -218,7 +225,7 @@ class EngineLoop:
         self.counters.prefills += 1
         logits = None
         for start, size in plan_chunks(len(ids), self.config.engine.prefill_chunks):
-            chunk, num_valid = _padded(ids[start : start + size], size)
+            chunk, num_valid = padded_row(ids[start : start + size], size)
             self._state, logits = self._steps.prefill(
                 self._params, self._state, chunk, num_valid, np.full(1, slot, np.int32)
             )
@@ -309,8 +316,8 @@ class EngineLoop:
         try:
             with self._guarded():
                 for start, size in plan_chunks(len(ids), self.config.engine.prefill_chunks):
-                    chunk, num_valid = _padded(ids[start : start + size], size)
-                    targets, _ = _padded(ids[start + 1 : start + 1 + size], size)
+                    chunk, num_valid = padded_row(ids[start : start + size], size)
+                    targets, _ = padded_row(ids[start + 1 : start + 1 + size], size)
                     self._state, told = self._steps.score(
                         self._params,
                         self._state,
@@ -360,6 +367,22 @@ class EngineLoop:
         while not all(request.is_finished for request in requests):
             self.step()
 
+    def describe(self) -> str:
+        """One line: device, attention, caches and the shapes that are compiled."""
+        config, attention, stats = self.config, self.options.attention, self.stats()
+        stages = (
+            "fused" if attention.is_fused else f"three stages over {self.rungs or 'exact'} keys"
+        )
+        heads = "grouped" if attention.group_heads else "single"
+        return (
+            f"device: {stats['device']}; local layers: {config.cache.local_layers}, "
+            f"global layers: {config.cache.global_layers}, {stages}, {heads} heads, "
+            f"impl {attention.impl}; drafter: {self.drafter.name}; {config.dtype} weights "
+            f"{size_text(stats['weight_bytes'])}, caches {size_text(stats['cache_bytes'])} for "
+            f"{self.num_slots} x {self.max_context} positions; prefill chunks "
+            f"{config.engine.prefill_chunks}, rounds of {self._num_rows} rows"
+        )
+
     def stats(self) -> dict[str, Any]:
         """Counters and sizes."""
         return {
@@ -406,26 +429,6 @@ class EngineLoop:
             self._is_busy = False
 
 
-def plan_chunks(length: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Cuts `length` positions into `(start, size)` chunks of the compiled `sizes` (ascending).
-
-    As many of the largest as fit whole, then the smallest that holds the rest.
-    """
-    largest = sizes[-1]
-    chunks = [(start, largest) for start in range(0, length - largest + 1, largest)]
-    done = len(chunks) * largest
-    if done < length:
-        chunks.append((done, next(size for size in sizes if size >= length - done)))
-    return chunks
-
-
-def _padded(ids: Sequence[int], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """`ids` as a row of `size` tokens, and how many of them are real."""
-    row = np.zeros((1, size), np.int32)
-    row[0, : len(ids)] = ids
-    return row, np.full(1, len(ids), np.int32)
-
-
 def _sampler_kind(samples) -> SamplerKind:
     params = [sample.request.params for sample in samples]
     return SamplerKind(
@@ -450,40 +453,3 @@ def _info(drawn: Drawn, row: int, i: int, num_top: int) -> TokenInfo:
     ids, logprobs = drawn.top_ids[row, i, :num_top], drawn.top_logprobs[row, i, :num_top]
     top = tuple((int(token), float(p)) for token, p in zip(ids, logprobs, strict=True))
     return TokenInfo(float(drawn.logprobs[row, i]), top)
-
-
-def attention_options(config: Config) -> AttentionOptions:
-    """How attention is computed on this machine under these settings.
-
-    Without a named implementation the rule is: the Pallas kernels on a GPU in bfloat16, plain JAX
-    elsewhere.
-
-    Raises:
-      ValueError: the implementation named cannot run here; it is never replaced by another.
-    """
-    impl, backend = config.attention.impl, jax.default_backend()
-    if impl is None:
-        impl = "triton" if backend == "gpu" and config.dtype == "bfloat16" else "xla"
-    if impl == "triton" and backend != "gpu":
-        raise ValueError(f"attention.impl: 'triton' needs a GPU, this is {backend}; use 'xla'")
-    if impl == "triton" and config.dtype != "bfloat16":
-        raise ValueError(f"attention.impl: 'triton' needs bfloat16, dtype is {config.dtype}")
-    return AttentionOptions(
-        impl=impl,
-        is_fused=config.attention.verify == "fused",
-        group_heads=config.attention.group_heads,
-    )
-
-
-def _rungs(config: Config, max_context: int) -> tuple[int, ...]:
-    pad = config.attention.pad_keys
-    return () if pad == EXACT else default_rungs(pad, max_context)
-
-
-def _max_context(config: Config, model: ModelConfig) -> int:
-    limit, asked = model.max_position_embeddings, config.engine.max_context
-    if asked is None:
-        return min(limit, 8192)
-    if asked > limit:
-        raise ValueError(f"engine.max_context: {asked} is above the model's own limit of {limit}")
-    return asked
