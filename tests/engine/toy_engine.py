@@ -18,7 +18,6 @@ import numpy as np
 from carat_jax.config import read_settings
 from carat_jax.engine.api import Engine
 from carat_jax.engine.engine import EngineLoop
-from carat_jax.engine.engine import EngineLoop
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import split
