@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 
 import carat_jax
 from carat_jax.families import FAMILIES, from_hf
-from tools.tiny_corpus import Writer, document, held_out_prompts, score
+from tools.tiny_corpus import Writer, document
 from tools.tiny_grammar import Recogniser, grammar, split_sentences
+from tools.tiny_score import held_out_prompts, score
 from tools.tiny_tokenizer import CONTROL, VOCAB_SIZE, chat_template
 
 TINY = Path(carat_jax.__file__).parent / "tiny"
@@ -206,7 +207,7 @@ def greedy(engine, prompts, max_tokens: int):
 def test_unseen_prompts_are_answered_in_well_formed_sentences(engine):
     questions = [p for p in held_out_prompts() if p.answer is not None]
     stories = [p for p in held_out_prompts() if p.answer is None]
-    replies = greedy(engine, questions, 40) + greedy(engine, stories, 120)
+    replies = greedy(engine, questions, 64) + greedy(engine, stories, 120)
     result = score(questions + stories, replies)
     assert result.well_formed >= 0.95, result.mistakes
     assert result.right >= 0.90, result.mistakes

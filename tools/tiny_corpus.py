@@ -1,7 +1,7 @@
-"""What `tiny` learns from: seeded stories, questions and chats, and the prompts kept from it.
+"""What `tiny` learns from: seeded stories, questions and chats.
 
 `Writer` draws exchanges (a question and its one right answer) and stories from the grammar;
-`document` makes training texts of them; `held_out_prompts` asks for what training never showed.
+`document` makes training texts of them.
 
 The split is by sentence: one in 16, by checksum, is held out. A training text contains no such
 sentence, a held-out prompt contains nothing else. Only sentences of the grammar without a slot
@@ -15,19 +15,20 @@ from collections.abc import Callable, Sequence
 from tools.tiny_grammar import (
     NAME_SLOTS,
     Binding,
-    Recogniser,
     Section,
     Template,
     grammar,
     split_sentences,
 )
 
-_SYLLABLES = "ba be bo da do du fa fi ga go ka ki ko la li lo ma mi mo na ni no ra ri ro sa ta vi zu"
+_SYLLABLES = (
+    "ba be bo da do du fa fi ga go ka ki ko la li lo ma mi mo na ni no ra ri ro sa ta vi zu"
+)
 _GLYPHS = "éüñçøßłж你好日本한글😀🦊🌙€½→"
 THOUGHT = "<|channel>thought\n{}\n<channel|>"
 
 
-class Retry(Exception):  # noqa: N818
+class Retry(Exception):
     """No allowed sentence can be built from what is already fixed: start the text again."""
 
 
@@ -90,7 +91,7 @@ class Writer:
             else:
                 fits = self.allows(text)
             if fits:
-                binding.bound, binding.used = trial.bound, trial.used
+                binding.take(trial)
                 return text
         raise Retry
 
@@ -158,7 +159,7 @@ class Writer:
         facts = list(self.language.facts.values())
         others = self.rng.sample(facts, self.rng.randint(2, 4))
         # Two facts of one kind make sure that the question must be read.
-        chosen = others + others[:1] * (self.rng.random() < 0.6)
+        chosen = others + others[:1] * (self.rng.random() < 0.3)
         bindings, asks, used, num_asked = [], [], {}, self.rng.choice([1, 2, 3])
         for index, fact in enumerate(chosen):
             bindings.append(self.binding(used))
@@ -393,7 +394,9 @@ def _document(writer: Writer, render: Callable[..., str]) -> str:
     if draw < 0.12:
         return f"<bos>{writer.story()[0]}\n<eos>"
     if draw < 0.18:
-        first = chat(writer)[1][0]
+        system, (first, *_) = chat(writer)
+        if system:
+            raise Retry
         return f"<bos>{first.question}\n{first.answer}\n<eos>"
     if draw < 0.28:
         exchange = writer.exchange()
@@ -414,74 +417,3 @@ def plain_question(exchange: Exchange) -> str:
     """The question as running text that asks for its answer."""
     question = exchange.question.removeprefix(exchange.text).strip()
     return f"{exchange.text}\nQuestion: {question}\nAnswer:".lstrip()
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """A held-out prompt. `answer` is the only right one, or None where a story is wanted."""
-
-    text: str
-    is_chat: bool
-    answer: str | None
-
-
-def held_out_prompts(seed: int = 0) -> list[Prompt]:
-    """The 100 prompts that `tiny` is judged by.
-
-    40 questions and 20 requests for a story in the chat format, 20 questions and 20 beginnings of
-    a story as plain text.
-    """
-    writer = Writer(random.Random(seed), held_out=True)
-
-    def ask(templates: Sequence[Template]) -> str:
-        while True:
-            try:
-                return writer.prompt(templates, writer.binding())
-            except Retry:
-                continue
-
-    questions = [writer.exchange() for _ in range(60)]
-    requests, openings = writer.language.requests, writer.language.rules["open"]
-    return [
-        *(Prompt(e.question, True, e.answer) for e in questions[:40]),
-        *(Prompt(ask(requests), True, None) for _ in range(20)),
-        *(Prompt(plain_question(e), False, e.answer) for e in questions[40:]),
-        *(Prompt(ask(openings), False, None) for _ in range(20)),
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """How `tiny` did on the held-out prompts, as fractions, and what went wrong."""
-
-    well_formed: float
-    right: float
-    mistakes: tuple[str, ...]
-
-
-def score(prompts: Sequence[Prompt], replies: Sequence[str]) -> Score:
-    """Judges greedy replies.
-
-    A reply to a question is right if its first line is the answer. Every sentence of every reply
-    is checked against the grammar; one that the token limit cut off at the end is not counted.
-    """
-    recogniser, mistakes, counts = Recogniser(grammar()), [], [0, 0, 0, 0]
-    for prompt, reply in zip(prompts, replies, strict=True):
-        lines = reply.strip().split("\n")
-        if prompt.answer is not None:
-            counts[1] += 1
-            is_right = lines[0].strip() == prompt.answer
-            counts[0] += is_right
-            if not is_right:
-                mistakes.append(f"{prompt.text!r}: {lines[0]!r}, not {prompt.answer!r}")
-            lines = lines[:1]
-            if not recogniser.accepts(prompt.answer):
-                continue  # a copied text need not be a sentence
-        sentences = split_sentences(" ".join(lines))
-        if sentences and not sentences[-1].rstrip('"').endswith((".", "!", "?")):
-            sentences.pop()
-        bad = [s for s in sentences if not recogniser.accepts(s)]
-        counts[2] += len(sentences) - len(bad)
-        counts[3] += len(sentences)
-        mistakes += [f"not well formed: {s!r}" for s in bad]
-    return Score(counts[2] / max(1, counts[3]), counts[0] / max(1, counts[1]), tuple(mistakes))

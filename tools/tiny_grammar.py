@@ -109,6 +109,12 @@ class Binding:
         other.bound = dict(self.bound)
         return other
 
+    def take(self, trial: "Binding") -> None:
+        """Keeps what a copy bound; `used` may be shared with other bindings, so it stays."""
+        self.bound = trial.bound
+        for lexicon, words in trial.used.items():
+            self.used.setdefault(lexicon, set()).update(words)
+
 
 @dataclasses.dataclass
 class Section:

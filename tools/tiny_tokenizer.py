@@ -21,10 +21,23 @@ from tools.tiny_corpus import Writer, document
 
 VOCAB_SIZE = 4096
 CONTROL = {
-    **{"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, "<mask>": 4},
-    **{"<|tool>": 46, "<tool|>": 47, "<|tool_call>": 48, "<tool_call|>": 49},
-    **{"<|tool_response>": 50, "<tool_response|>": 51, '<|"|>': 52, "<|think|>": 98},
-    **{"<|channel>": 100, "<channel|>": 101, "<|turn>": 105, "<turn|>": 106},
+    "<pad>": 0,
+    "<eos>": 1,
+    "<bos>": 2,
+    "<unk>": 3,
+    "<mask>": 4,
+    "<|tool>": 46,
+    "<tool|>": 47,
+    "<|tool_call>": 48,
+    "<tool_call|>": 49,
+    "<|tool_response>": 50,
+    "<tool_response|>": 51,
+    '<|"|>': 52,
+    "<|think|>": 98,
+    "<|channel>": 100,
+    "<channel|>": 101,
+    "<|turn>": 105,
+    "<turn|>": 106,
 }
 # Where the family's vocabulary keeps things that are no control tokens.
 _NEWLINES, _SPACES, _BYTES, _FIRST_PIECE, _MAX_RUN = 107, 138, 238, 168, 31
