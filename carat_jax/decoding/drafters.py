@@ -112,26 +112,44 @@ class NgramDrafter(_Stateless):
         self, params: Any, own: Any, target: Gemma4, state: DecodeState
     ) -> tuple[Proposal, Any]:
         """The tokens after the latest earlier occurrence of the suffix; none without a match."""
-        ids, known = state.ids, state.bank.lengths + 1  # the last token is not in the caches yet
-        capacity = ids.shape[1]
-        place = jnp.arange(capacity)
-        # matched[b, e]: how many ids before place e agree with those before the end.
-        matched = jnp.zeros(ids.shape, jnp.int32)
-        agrees = jnp.ones(ids.shape, bool)
-        for back in range(1, self.longest + 1):
-            last = jnp.take_along_axis(ids, jnp.maximum(known - back, 0)[:, None], axis=1)
-            agrees &= (jnp.roll(ids, back, axis=1) == last) & (place >= back)
-            agrees &= (known >= back)[:, None]
-            matched += agrees
-        # The place must have been followed by something: it lies before the end.
-        usable = (place < known[:, None]) & (matched >= self.shortest)
-        rank = jnp.where(usable, matched * capacity + place, -1)
-        found = jnp.argmax(rank, axis=1)
-        has_match = jnp.max(rank, axis=1) >= 0
-        places = found[:, None] + jnp.arange(self.num_drafts)
-        tokens = jnp.take_along_axis(ids, jnp.minimum(places, capacity - 1), axis=1)
-        num = jnp.where(has_match, jnp.clip(known - found, 0, self.num_drafts), 0)
-        return Proposal(tokens, num.astype(jnp.int32)), own
+        known = state.bank.lengths + 1  # the last token is not in the caches yet
+        tokens, num = look_up(state.ids, known, self.num_drafts, self.longest, self.shortest)
+        return Proposal(tokens, num), own
+
+
+def look_up(
+    ids: Int[Array, "B S"], known: Lengths, num_drafts: int, longest: int, shortest: int
+) -> tuple[Int[Array, "B M"], Int[Array, "B"]]:
+    """What followed each row's last tokens where they last occurred before.
+
+    Args:
+      ids: known ids of each row, from the left.
+      known: how many there are.
+      num_drafts: M, tokens to return.
+      longest, shortest: lengths of the suffix looked for.
+
+    Returns:
+      Up to M tokens after the latest of the longest matches, and how many of them are known ids.
+    """
+    capacity = ids.shape[1]
+    place = jnp.arange(capacity)
+    # matched[b, e]: how many ids before place e agree with those before the end.
+    matched = jnp.zeros(ids.shape, jnp.int32)
+    agrees = jnp.ones(ids.shape, bool)
+    for back in range(1, longest + 1):
+        last = jnp.take_along_axis(ids, jnp.maximum(known - back, 0)[:, None], axis=1)
+        agrees &= (jnp.roll(ids, back, axis=1) == last) & (place >= back)
+        agrees &= (known >= back)[:, None]
+        matched += agrees
+    # Something must have followed: the place lies before the end.
+    usable = (place < known[:, None]) & (matched >= shortest)
+    rank = jnp.where(usable, matched * capacity + place, -1)
+    found = jnp.argmax(rank, axis=1)
+    has_match = jnp.max(rank, axis=1) >= 0
+    places = found[:, None] + jnp.arange(num_drafts)
+    tokens = jnp.take_along_axis(ids, jnp.minimum(places, capacity - 1), axis=1)
+    num = jnp.where(has_match, jnp.clip(known - found, 0, num_drafts), 0)
+    return tokens, num.astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
