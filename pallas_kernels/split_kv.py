@@ -198,7 +198,8 @@ def _visit(problem, source, refs, queries, q_pos, span, split, carry):
         decay = jnp.exp2((top - new_top) * LOG2_E)
         weights = jnp.exp2((scores - new_top[:, None]) * LOG2_E)
         o = o * decay[:, None] + plt.dot(weights.astype(v.dtype), v)
-        return o, new_top, mass * decay[:, None] + weights
+        share = weights if mass.shape[1] > 1 else weights.sum(1)[:, None]
+        return o, new_top, mass * decay[:, None] + share
 
     if one_shot:
         return body(0, carry)
@@ -220,10 +221,13 @@ def _attend_kernel(problem, direct, starts_ref, ends_ref, norm_ref, q_ref, *refs
     oldest = jnp.maximum(0, first - problem.window + 1) if problem.window is not None else 0
     span = Span(start, end, first, last, jnp.int32(oldest))
     queries = _load_queries(problem, q_ref, norm_ref, flat, live, caches[1].dtype)
+    # From 32 rows on the weights are summed key by key, and across the block at the end: 6 % faster
+    # than a reduction a block. With 16 rows it costs registers and was slower (218 against 165 us).
+    wide = problem.tile.block if rows >= 32 else 1
     carry = (
         jnp.zeros((rows, problem.head_dim), jnp.float32),
         jnp.full((rows,), EMPTY, jnp.float32),
-        jnp.zeros((rows, problem.tile.block), jnp.float32),  # summed over its columns at the end
+        jnp.zeros((rows, wide), jnp.float32),
     )
     for i, source in enumerate(problem.sources):
         pair = caches[2 * i : 2 * i + 2]

@@ -37,7 +37,7 @@ WINDOW, CAPACITY, ROTATED, LAYERS = 1024, 1088, 128, 50
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _random(seed, shape, scale=1.0, valid=None):
-    x = scale * jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    x = scale * jax.random.normal(jax.random.key(seed, impl="rbg"), shape, jnp.bfloat16)
     return x if valid is None else x.at[:, :, valid:].set(jnp.nan)
 
 
@@ -61,21 +61,18 @@ def _global_caches(shape, keys, count):
 
 
 def _race(records, fixed, variants, oracle, x, layers, *, length, moved=None, ceiling=None):
-    """Checks, times and records variants: name -> (function, name of its layers)."""
-    errors = {}
-    for name, (function, kind) in variants.items():
-        errors[name] = _error(jax.jit(function)(x, *layers[kind][0]), oracle)
-        if not errors[name] <= 5e-3:
-            logging.error("%s %s: relative error %s", fixed, name, errors[name])
+    """Times, checks and records variants: name -> (function, name of its layers)."""
     by_name = {name: layers[kind] for name, (_, kind) in variants.items()}
     functions = {name: function for name, (function, _) in variants.items()}
     times = measure.race(functions, x, by_name, length=length)
-    for name, (gross, net) in times.items():
-        record = dict(fixed, variant=name, gross_us=gross, net_us=net)
+    for name, timing in times.items():
+        record = dict(fixed, variant=name, gross_us=timing.gross, net_us=timing.net)
         if name != "empty":
-            record["error"] = errors[name]
+            record["error"] = error = _error(timing.output, oracle)
+            if not error <= 5e-3:
+                logging.error("%s %s: relative error %s", fixed, name, error)
         if moved and name in moved:
-            rate = moved[name] / max(net, 1e-3) * 1e6
+            rate = moved[name] / max(timing.net, 1e-3) * 1e6
             record |= {"bytes": moved[name], "gb_per_s": rate / 1e9, "of_read": rate / ceiling}
         records.add(**record)
     return times
@@ -106,12 +103,12 @@ def grouped(records, ceiling, shape, keys, num_new, *, per_head=True, three_stag
     length = 60 if keys < 20000 else 12
     more = {"moved": moved, "ceiling": ceiling}
     times = _race(records, fixed, variants, oracle, q, layers, length=length, **more)
-    ratio = {"v_rot_over_kv": times["v_rot"][1] / times["kv"][1]}
+    ratio = {"v_rot_over_kv": times["v_rot"].net / times["kv"].net}
     if per_head:
         at = {"starts": starts, "ends": ends, "impl": "triton"}
         run = functools.partial(per_head_attention, **at)
         slow = _race(records, fixed, {"per_head": (run, "kv")}, oracle, q, layers, length=3)
-        ratio["per_head_over_kv"] = slow["per_head"][1] / times["kv"][1]
+        ratio["per_head_over_kv"] = slow["per_head"].net / times["kv"].net
     records.add(**fixed, variant="ratios", **ratio)
 
 
@@ -160,8 +157,8 @@ def layouts(records, batch, context, memory):
             shape = (batch * pages, baselines.PAGE, kv_heads, dim)
         count = max(2, min(LAYERS, int(0.3e9 // one)))
         cells = [(_random(2 * i, shape), _random(2 * i + 1, shape)) for i in range(count)]
-        times = measure.race({name: run[name]}, q, cells, length=max(count, 10))
-        records.add(**record, fits=True, gross_us=times[name][0], net_us=times[name][1])
+        timing = measure.race({name: run[name]}, q, {name: cells}, length=max(count, 10))[name]
+        records.add(**record, fits=True, gross_us=timing.gross, net_us=timing.net)
 
 
 def padding(records, counts):
@@ -172,15 +169,19 @@ def padding(records, counts):
     q = _random(99, (1, 4, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
     starts = jnp.array([counts[0] - 4])
     every = sorted({*counts, *(-(-n // 64) * 64 for n in counts)})
-    for n in every:
-        whole = functools.partial(baselines.three_stage, starts=starts, num_keys=n)
-        scores = functools.partial(baselines.scores_only, num_keys=n)
-        variants = {"whole": whole, "scores": lambda q, k, v, scores=scores: scores(q, k)}
-        times = measure.race(variants, q, layers, length=20, rounds=3)
-        for name in variants:
-            gross, net = times[name]
+    for group in (every[i : i + 12] for i in range(0, len(every), 12)):
+        variants = {}
+        for n in group:
+            whole = functools.partial(baselines.three_stage, starts=starts, num_keys=n)
+            scores = functools.partial(baselines.scores_only, num_keys=n)
+            variants["whole", n] = whole
+            variants["scores", n] = lambda q, k, v, scores=scores: scores(q, k)
+        cells = dict.fromkeys(variants, layers)
+        times = measure.race(variants, q, cells, length=20, rounds=3)
+        for name, n in variants:
+            timing = times[name, n]
             fixed = {"case": "padding", "variant": name, "keys": n, "multiple_of_64": n % 64 == 0}
-            records.add(**fixed, gross_us=gross, net_us=net)
+            records.add(**fixed, gross_us=timing.gross, net_us=timing.net)
 
 
 def prefill(records, history, num_new=2048):

@@ -6,7 +6,9 @@ record says device, driver, versions, commit and command. Imports jax and the st
 """
 
 import concurrent.futures
+import dataclasses
 import json
+import os
 import pathlib
 import shlex
 import statistics
@@ -17,6 +19,8 @@ import time
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+EMPTY_LENGTH = 480
 
 
 def _output(*command: str) -> str:
@@ -38,6 +42,7 @@ def environment(commit: str | None = None) -> dict:
         "driver": driver.splitlines()[0] if driver else "",
         "jax": jax.__version__,
         "python": sys.version.split()[0],
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "commit": commit or _output("git", "-C", here, "rev-parse", "HEAD"),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
@@ -86,40 +91,52 @@ def chained(function, length: int):
     return run
 
 
-def race(variants: dict, x, layers, *, length: int, rounds: int = 5, calls: int = 4) -> dict:
-    """Microseconds a call of each variant, alternating A B A B in one process.
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds a call, gross and net of the empty chain, and one call's output."""
+
+    gross: float
+    net: float
+    output: jax.Array
+
+
+def race(variants: dict, x, layers: dict, *, length: int, rounds: int = 5, calls: int = 8) -> dict:
+    """Times variants, alternating A B A B in one process.
 
     Args:
       variants: name -> function(x, *arrays of a layer) of x's shape.
       x: the array that the chain carries.
-      layers: what the calls read: name -> list of tuples of arrays, or one list for all. Together
-        they should be larger than the device's cache.
-      length: calls in a chain.
+      layers: name -> list of tuples of arrays that the calls read in turn; together they should be
+        larger than the device's cache.
+      length: calls in a chain. The empty chain has a length of its own, so that it too hides the
+        host; otherwise it would subtract more than the launches that it stands for.
       rounds: timed rounds, of which the median is taken.
       calls: queued calls of a chain in a round.
 
     Returns:
-      name -> (gross, net of the empty chain), with "empty" -> (gross, 0.0).
+      name -> Timing, with "empty" among the names.
     """
-    by_name = isinstance(layers, dict)
-
-    def of(name):
-        return layers.get(name, next(iter(layers.values()))) if by_name else layers
-
+    layers = {"empty": next(iter(layers.values()))} | layers
     runs = {"empty": lambda x, *_: x} | variants
-    lowered = {n: jax.jit(chained(f, length)).lower(x, of(n)) for n, f in runs.items()}
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    lengths = dict.fromkeys(runs, length) | {"empty": EMPTY_LENGTH}
+    lowered = {}
+    for name, run in runs.items():
+        lowered[name] = jax.jit(chained(run, lengths[name])).lower(x, layers[name])
+        lowered[name, "once"] = jax.jit(run).lower(x, *layers[name][0])
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
         done = dict(
             zip(lowered, pool.map(lambda low: low.compile(), lowered.values()), strict=True)
         )
-    for name, run in done.items():
-        jax.block_until_ready(run(x, of(name)))
-    times = {name: [] for name in done}
+    outputs = {name: done[name, "once"](x, *layers[name][0]) for name in runs}
+    for name in runs:
+        jax.block_until_ready(done[name](x, layers[name]))
+    times = {name: [] for name in runs}
     for _ in range(rounds):
-        for name, run in done.items():
-            times[name].append(_round(run, (x, of(name)), calls) / length * 1e6)
+        for name in runs:
+            seconds = _round(done[name], (x, layers[name]), calls)
+            times[name].append(seconds / lengths[name] * 1e6)
     gross = {name: statistics.median(ts) for name, ts in times.items()}
-    return {name: (t, t - gross["empty"]) for name, t in gross.items()}
+    return {n: Timing(t, t - gross["empty"], outputs[n]) for n, t in gross.items()}
 
 
 def read_bandwidth(gigabytes: int = 4) -> float:
