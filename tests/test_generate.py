@@ -84,6 +84,9 @@ class ScriptedEngine:
         self.settings, self.config = settings, settings.build()
         self.loop, self.tokenizer = loop, loop.tokenizer
 
+    def describe(self):
+        return "device: scripted"
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):

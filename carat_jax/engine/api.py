@@ -5,12 +5,14 @@ engine = carat_jax.load("tiny")
 print(engine.generate("Once upon a time", max_tokens=60).text)
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 from tqdm import tqdm
 
 import carat_jax
@@ -62,7 +64,7 @@ def load(
         if model is not None:
             settings["model"] = str(model)
         wanted = read_settings(keywords=settings)
-    return Engine(*_open(wanted, logits_hook))
+    return Engine(*_open(wanted), logits_hook)
 
 
 def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
@@ -81,7 +83,18 @@ def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
     return folder, model, merged
 
 
-def _open(settings: Settings, hook: LogitsHook | None) -> tuple[Settings, EngineLoop]:
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A model with its weights: what engines of different settings can share."""
+
+    folder: Path
+    model: ModelConfig
+    graph: nnx.GraphDef
+    params: Any
+    tokenizer: Tokenizer
+
+
+def _open(settings: Settings) -> tuple[Settings, Opened]:
     """Finds and reads what `settings.model` names; weights last, after everything is checked."""
     folder, model, settings = locate(settings)
     config = settings.build()
@@ -91,14 +104,19 @@ def _open(settings: Settings, hook: LogitsHook | None) -> tuple[Settings, Engine
             f"{folder}: tokenizer.json has {tokenizer.vocab_size} tokens, "
             f"the model's vocabulary is {model.vocab_size}"
         )
-    options = attention_options(config)
+    attention_options(config)
     graph, specs = split(Gemma4(model, jnp.dtype(config.dtype)))
-    drafting = open_drafter(config, model, folder, options)
     if config.model.startswith("random:"):
         params = random_params(specs, _RANDOM_SEED)
     else:
         params = checkpoint.load_params(folder, specs)
-    return settings, EngineLoop(config, model, graph, params, tokenizer, hook, drafting)
+    return settings, Opened(folder, model, graph, params, tokenizer)
+
+
+def _loop(settings: Settings, opened: Opened, hook: LogitsHook | None) -> EngineLoop:
+    config, model = settings.build(), opened.model
+    drafting = open_drafter(config, model, opened.folder, attention_options(config))
+    return EngineLoop(config, model, opened.graph, opened.params, opened.tokenizer, hook, drafting)
 
 
 class Engine:
@@ -109,9 +127,23 @@ class Engine:
     keywords. After a failed, interrupted or abandoned call the next one runs as on a fresh engine.
     """
 
-    def __init__(self, settings: Settings, loop: EngineLoop):
-        self.settings, self.loop = settings, loop
+    def __init__(self, settings: Settings, opened: Opened, hook: LogitsHook | None = None):
+        self.settings, self._opened, self._hook = settings, opened, hook
+        self.loop = loop = _loop(settings, opened, hook)
         self.config, self.model, self.tokenizer = loop.config, loop.model, loop.tokenizer
+
+    def variant(self, **settings: Any) -> "Engine":
+        """Another engine on the same weights: one idea toggled, `cache={"local_layers": "full"}`.
+
+        Raises:
+          ValueError: a setting cannot be used, or is one that would need other weights.
+        """
+        changed = read_settings(keywords=settings).given
+        for key in ("model", "dtype"):
+            if key in changed:
+                raise ValueError(f"variant: {key} needs other weights; use load")
+        given = {**self.settings.given, **changed}
+        return Engine(dataclasses.replace(self.settings, given=given), self._opened, self._hook)
 
     def generate(
         self,

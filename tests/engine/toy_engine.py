@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from carat_jax.config import read_settings
-from carat_jax.engine.api import Engine
-from carat_jax.engine.engine import EngineLoop
+from carat_jax.engine.api import Engine, Opened
+from carat_jax.engine.request import Result
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import split
 from tests.engine.gemma_like import write_folder
-from tests.oracle import log_softmax
+from tests.oracle import log_softmax, top2_gap
 from tests.toy_model import Toy, build
 from tests.toys import CONFIGS, make_weights
 
@@ -65,10 +65,8 @@ def make_engine(hook=None, **settings) -> Engine:
     graph, _ = split(Gemma4(model.config, model.dtype))
     sections = {"sampling": {"max_tokens": 16, "temperature": 0.0}, "engine": settings}
     chosen = read_settings(keywords={"dtype": "float32", **sections})
-    params = model.params["target"]
-    return Engine(
-        chosen, EngineLoop(chosen.build(), model.config, graph, params, tokenizer(), hook)
-    )
+    opened = Opened(Path(), model.config, graph, model.params["target"], tokenizer())
+    return Engine(chosen, opened, hook)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -88,6 +86,14 @@ def reference_logprobs(prompt_ids: Sequence[int], ids: Sequence[int], change=Non
     """The law of each generated id, `[len(ids), V]`; `change` is applied to the logits first."""
     logits = reference_logits([*prompt_ids, *ids])[len(prompt_ids) - 1 : -1]
     return log_softmax(logits if change is None else change(logits))
+
+
+def assert_greedy(result: Result, num_tokens: int) -> None:
+    """The ids are the reference's greedy ones; no prompt used here comes close to a tie."""
+    logits = reference_logits([*result.prompt_ids, *result.ids])[len(result.prompt_ids) - 1 : -1]
+    assert top2_gap(logits).min() > 1e-3
+    assert result.ids == tuple(logits.argmax(axis=-1))
+    assert len(result.ids) == num_tokens
 
 
 # What the scripted engine says; each line ends with an id that ends an answer.
