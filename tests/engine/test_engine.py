@@ -17,22 +17,15 @@ from tests.engine.toy_engine import (
     FREE,
     HALVED,
     SUPPRESSED,
+    assert_greedy,
     prompt,
     reference_logits,
     reference_logprobs,
     toy,
 )
-from tests.oracle import log_softmax, softmax, top2_gap
+from tests.oracle import log_softmax, softmax
 
 LENGTHS = (1, 2, 5, 8, 9, 21, 40, 60)
-
-
-def assert_greedy(result, num_tokens):
-    """The ids are the reference's greedy ones; no prompt used here comes close to a tie."""
-    logits = reference_logits([*result.prompt_ids, *result.ids])[len(result.prompt_ids) - 1 : -1]
-    assert top2_gap(logits).min() > 1e-3
-    assert result.ids == tuple(logits.argmax(axis=-1))
-    assert len(result.ids) == num_tokens
 
 
 # Compilation: the first test, so that what it counts nobody compiled before.
