@@ -4,8 +4,9 @@
 `document` makes training texts of them.
 
 The split is by sentence: one in 16, by checksum, is held out. A training text contains no such
-sentence, a held-out prompt contains nothing else. Only sentences of the grammar without a slot
-("The end.") are exempt, and those are in no held-out prompt. Imports nothing of carat_jax.
+sentence, a held-out prompt contains nothing else. Exempt are sentences of the grammar without a
+slot ("The end."), thoughts and answers of a word or two; none of them is in a held-out prompt.
+Imports nothing of carat_jax.
 """
 
 import dataclasses
@@ -116,8 +117,11 @@ class Writer:
     def exchanges(self) -> list[Exchange]:
         """Questions of some kind: several about one text, or one."""
         weights, tasks = zip(*self.tasks, strict=True)
-        drawn = self._persist(self.rng.choices(tasks, weights)[0])
-        return drawn if isinstance(drawn, list) else [drawn]
+        while True:
+            drawn = self._persist(self.rng.choices(tasks, weights)[0])
+            drawn = drawn if isinstance(drawn, list) else [drawn]
+            if self.held_out or all(self.allows(exchange.answer) for exchange in drawn):
+                return drawn
 
     @staticmethod
     def _persist(draw: Callable):
@@ -190,7 +194,9 @@ class Writer:
 
     def arithmetic(self) -> Exchange:
         """A sum or difference, bare or in words."""
-        in_words, is_sum = self.rng.random() < 0.4, self.rng.random() < 0.5
+        # The shipped weights saw the sentences of word problems on both sides of the split.
+        in_words = self.rng.random() < 0.4 and not self.held_out
+        is_sum = self.rng.random() < 0.5
         first, second = self.rng.choices(range(2, 21) if in_words else range(51), k=2)
         if not is_sum:
             first, second = max(first, second) + in_words * 2, min(first, second)

@@ -17,6 +17,8 @@ from pathlib import Path
 GRAMMAR = Path(__file__).with_name("tiny_grammar.txt")
 NAME_SLOTS = ("A", "B", "C")
 _HELD_OUT_OF = 16
+# `{` because patterns are cut as well.
+_NEXT_SENTENCE = re.compile(r'\s+["A-Z0-9{]|\s*$')
 _SLOT = re.compile(r"\{([A-Za-z]+)(\d*)((?:\.\w+)*)\}")
 
 
@@ -28,7 +30,7 @@ def split_sentences(text: str) -> list[str]:
             quoted = not quoted
         before = text[max(0, i - 1) : i + 1]
         ends = char in ".!?" or (char == '"' and before[0] in ".!?")
-        if ends and not quoted and re.match(r'\s+["A-Z0-9]|\s*$', text[i + 1 :]):
+        if ends and not quoted and _NEXT_SENTENCE.match(text, i + 1):
             sentences.append(text[start : i + 1].strip())
             start = i + 1
     return sentences + ([text[start:].strip()] if text[start:].strip() else [])

@@ -4,9 +4,10 @@ The right answer to a question is known, because the question was generated with
 judged by its sentences, each of which must follow the grammar. Imports nothing of carat_jax.
 """
 
+import contextlib
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tools.tiny_corpus import Retry, Writer, plain_question
 from tools.tiny_grammar import Recogniser, Template, grammar, split_sentences
@@ -29,20 +30,25 @@ def held_out_prompts(seed: int = 0) -> list[Prompt]:
     """
     writer = Writer(random.Random(seed), held_out=True)
 
-    def ask(templates: Sequence[Template]) -> str:
-        while True:
-            try:
-                return writer.prompt(templates, writer.binding())
-            except Retry:
-                continue
+    def distinct(draw: Callable, count: int) -> list:
+        drawn = {}
+        while len(drawn) < count:
+            with contextlib.suppress(Retry):
+                value = draw()
+                drawn.setdefault(str(value), value)
+        return list(drawn.values())
 
-    questions = [writer.exchange() for _ in range(60)]
-    requests, openings = writer.language.requests, writer.language.rules["open"]
+    def sentence(templates: Sequence[Template]) -> Callable[[], str]:
+        return lambda: writer.prompt(templates, writer.binding())
+
+    questions = distinct(writer.exchange, 60)
+    requests = distinct(sentence(writer.language.requests), 20)
+    openings = distinct(sentence(writer.language.rules["open"]), 20)
     return [
         *(Prompt(e.question, True, e.answer) for e in questions[:40]),
-        *(Prompt(ask(requests), True, None) for _ in range(20)),
+        *(Prompt(request, True, None) for request in requests),
         *(Prompt(plain_question(e), False, e.answer) for e in questions[40:]),
-        *(Prompt(ask(openings), False, None) for _ in range(20)),
+        *(Prompt(opening, False, None) for opening in openings),
     ]
 
 
