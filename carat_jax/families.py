@@ -239,6 +239,7 @@ FAMILIES: dict[str, ModelConfig] = {
         sliding_window=64,
         max_position_embeddings=4096,
         attention_k_eq_v=True,
+        eos_token_id=(1, 106),
     ),
 }
 
