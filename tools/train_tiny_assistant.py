@@ -218,52 +218,67 @@ def write_folder(folder: Path, config: AssistantConfig, params, specs) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def print_acceptance(folder: Path, num_drafts: int = 3, length: int = 384) -> None:
-    """Drafts along held-out texts of `tiny`'s own, greedy and drawn, and prints what is accepted.
-
-    The rounds are those of point-mass drafts: a draft is accepted iff it is the text's next token.
-    """
+def make_drafts(folder: Path, num_drafts: int):
+    """`drafts(row)`: what is drafted after each of `[1, T]` ids but the first, `[T - 1, M]`."""
     dtype = jnp.dtype("float32")
     target_graph, target_specs = split(Gemma4(FAMILIES["tiny"], dtype))
     graph, params = load_assistant(folder, FAMILIES["tiny"], dtype)
     target_params = load_params(TINY, target_specs)
 
     @jax.jit
-    def drafts_of(params, target_params, tokens):
+    def drafts(params, target_params, row):
         assistant, target = merge(graph, params), merge(target_graph, target_params)
-        hidden, views = read(target, tokens)
+        hidden, views = read(target, row)
 
         def burst(token, state, position):
             return draft(assistant, target, views, token, state, position, num_drafts).tokens
 
-        positions = 1 + jnp.arange(length - 1)[None]
-        return at_every_position(burst)(tokens[:, 1:], hidden[:, :-1], positions)[0]
+        positions = jnp.arange(1, row.shape[1])[None]
+        return at_every_position(burst)(row[:, 1:], hidden[:, :-1], positions)[0]
 
+    return lambda row: np.asarray(drafts(params, target_params, row))
+
+
+def acceptance(
+    folder: Path, temperature: float, every: int = 1, num_drafts: int = 3, max_tokens: int = 200
+) -> tuple[float, np.ndarray]:
+    """Drafts along held-out texts that `tiny` writes itself.
+
+    The rounds are those of point-mass drafts: a draft is accepted iff it is the text's next token.
+
+    Args:
+      folder: the assistant.
+      temperature: of the texts.
+      every: takes every n-th of the prompts.
+      num_drafts: M.
+      max_tokens: of a text.
+
+    Returns:
+      Tokens committed per pass of the target, its own included, and how often a draft was accepted
+      at each place among the rounds that got there.
+    """
+    drafts_of, length = make_drafts(folder, num_drafts), 320
     engine = carat_jax.load(str(TINY), dtype="float32", engine={"max_batch": 16})
     asked = [
         engine.tokenizer.encode_chat([{"role": "user", "content": p.text}]) if p.is_chat else p.text
-        for p in held_out_prompts()
+        for p in held_out_prompts()[::every]
     ]
-    for temperature in (0.0, 1.0):
-        law = carat_jax.SamplingParams(temperature=temperature, max_tokens=200, seed=0)
-        committed, reached, accepted = 0, np.zeros(num_drafts), np.zeros(num_drafts)
-        for result in engine.generate(asked, law):
-            start, ids = len(result.prompt_ids), [*result.prompt_ids, *result.ids][:length]
-            row = np.array([ids + [0] * (length - len(ids))], np.int32)
-            drafts = np.asarray(drafts_of(params, target_params, row))
-            # The first token comes from the prefill: it is the first burst's bonus.
-            while start < len(ids) - 1:
-                wanted = ids[start + 1 : start + 1 + num_drafts]
-                matches = drafts[start - 1, : len(wanted)] == wanted
-                num_accepted = int(np.cumprod(matches).sum())
-                reached[: min(num_accepted + 1, len(wanted))] += 1
-                accepted[:num_accepted] += 1
-                start += num_accepted + 1
-                committed += min(num_accepted + 1, len(wanted))
-        print(
-            f"temperature {temperature}: {committed / reached[0]:.3f} tokens a pass with "
-            f"{num_drafts} drafts; accepted at each place {np.round(accepted / reached, 3)}"
-        )
+    law = carat_jax.SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
+    committed, reached, accepted = 0, np.zeros(num_drafts), np.zeros(num_drafts)
+    for result in engine.generate(asked, law):
+        ids = [*result.prompt_ids, *result.ids][:length]
+        drafts = drafts_of(np.array([ids + [0] * (length - len(ids))], np.int32))
+        # The first token comes from the prefill: it is the first burst's bonus.
+        bonus = len(result.prompt_ids)
+        while bonus < len(ids) - 1:
+            wanted = ids[bonus + 1 : bonus + 1 + num_drafts]
+            matches = drafts[bonus - 1, : len(wanted)] == wanted
+            num_accepted = int(np.cumprod(matches).sum())
+            reached[: min(num_accepted + 1, len(wanted))] += 1
+            accepted[:num_accepted] += 1
+            committed += min(num_accepted + 1, len(ids) - 1 - bonus)
+            bonus += num_accepted + 1
+    return committed / reached[0], accepted / np.maximum(reached, 1)
 
 
 def main() -> None:
@@ -273,7 +288,12 @@ def main() -> None:
         config = ASSISTANTS["tiny"]
         write_folder(flags.out, config, *train(flags, config))
     if not flags.skip_score:
-        print_acceptance(flags.out)
+        for temperature in (0.0, 1.0):
+            tokens, places = acceptance(flags.out, temperature)
+            print(
+                f"temperature {temperature}: {tokens:.3f} tokens a pass with 3 drafts; "
+                f"accepted at each place {np.round(places, 3)}"
+            )
 
 
 if __name__ == "__main__":
