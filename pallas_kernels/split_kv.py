@@ -130,6 +130,16 @@ class Problem:
         return self.num_new * self.group
 
     @property
+    def columns(self) -> int:
+        """Output columns of one program."""
+        return self.tile.columns or self.head_dim
+
+    @property
+    def parts(self) -> int:
+        """Programs that share a row tile's keys and write different columns."""
+        return self.head_dim // self.columns
+
+    @property
     def num_tiles(self) -> int:
         """Row tiles of one KV head."""
         return pl.cdiv(self.num_rows, self.tile.rows)
@@ -165,11 +175,11 @@ def _load_queries(problem, q_ref, norm_ref, flat, live, dtype):
     return jnp.where(is_rotated[None, :], 0.0, folded).astype(dtype), load(kept).astype(dtype)
 
 
-def _visit(problem, source, refs, queries, q_pos, span, split, carry):
+def _visit(problem, source, refs, queries, q_pos, span, column, carry):
     """Adds one source's key blocks, those of this split, to the running (o, top, mass)."""
     k_ref, v_ref = refs
     q, q_rotated = queries
-    block, splits = problem.tile.block, problem.tile.splits
+    block, splits, split = problem.tile.block, problem.tile.splits, pl.program_id(1)
     first, stop = source.blocks(span, block)
     if splits > 1:
         first = first + lax.rem(split - lax.rem(first, splits) + splits, splits)
@@ -182,11 +192,12 @@ def _visit(problem, source, refs, queries, q_pos, span, split, carry):
         rows = pl.ds(row, block)
         if one_shot:
             # Loads that do not wait for the slot's length; its dead slots are dropped after.
-            k, v = k_ref[rows, :], v_ref[rows, :]
+            k, v = k_ref[rows, :], v_ref[rows, pl.ds(column, problem.columns)]
             v = jnp.where(exists[:, None], v, 0.0)
         else:
             k = plt.load(k_ref.at[rows, :], mask=exists[:, None], other=0.0)
-            v = plt.load(v_ref.at[rows, :], mask=exists[:, None], other=0.0)
+            values = v_ref.at[rows, pl.ds(column, problem.columns)]
+            v = plt.load(values, mask=exists[:, None], other=0.0)
         scores = plt.dot(q, v.T if problem.rotated else k.T)
         if problem.rotated:
             scores += plt.dot(q_rotated, k.T)
@@ -207,11 +218,12 @@ def _visit(problem, source, refs, queries, q_pos, span, split, carry):
 
 
 def _attend_kernel(problem, direct, starts_ref, ends_ref, norm_ref, q_ref, *refs):
-    """One program: grid (row tiles, splits, slots x KV heads)."""
+    """One program: grid (row tiles x column parts, splits, slots x sets of rows)."""
     kv_heads = problem.num_heads // problem.group
     caches, outputs = refs[: 2 * len(problem.sources)], refs[2 * len(problem.sources) :]
     # The last tiles see the most keys: they go first, so that short ones fill the end.
-    tile_index = problem.num_tiles - 1 - pl.program_id(0)
+    tile_index = problem.num_tiles - 1 - pl.program_id(0) // problem.parts
+    column = pl.program_id(0) % problem.parts * problem.columns
     slot, kv_head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
     flat, new, live = _flat_rows(problem, tile_index, kv_head)
     start, end = starts_ref[slot], ends_ref[slot]
@@ -221,19 +233,19 @@ def _attend_kernel(problem, direct, starts_ref, ends_ref, norm_ref, q_ref, *refs
     oldest = jnp.maximum(0, first - problem.window + 1) if problem.window is not None else 0
     span = Span(start, end, first, last, jnp.int32(oldest))
     queries = _load_queries(problem, q_ref, norm_ref, flat, live, caches[1].dtype)
-    # From 32 rows on the weights are summed key by key, and across the block at the end: 6 % faster
-    # than a reduction a block. With 16 rows it costs registers and was slower (218 against 165 us).
-    wide = problem.tile.block if rows >= 32 else 1
+    # Tiles of 32 rows sum the weights key by key, and across the block at the end: 6 % faster than
+    # a reduction a block. Tiles of 16 rows were slower with it (218 against 165 us).
+    wide = problem.tile.block if rows == 32 else 1
     carry = (
-        jnp.zeros((rows, problem.head_dim), jnp.float32),
+        jnp.zeros((rows, problem.columns), jnp.float32),
         jnp.full((rows,), EMPTY, jnp.float32),
         jnp.zeros((rows, wide), jnp.float32),
     )
     for i, source in enumerate(problem.sources):
         pair = caches[2 * i : 2 * i + 2]
-        carry = _visit(problem, source, pair, queries, start + new, span, pl.program_id(1), carry)
+        carry = _visit(problem, source, pair, queries, start + new, span, column, carry)
     o, top, mass = *carry[:2], carry[2].sum(1)
-    columns = jnp.arange(problem.head_dim)[None, :]
+    columns = column + jnp.arange(problem.columns)[None, :]
     if direct:
         (out_ref,) = outputs
         o = o / jnp.where(mass > 0, mass, 1.0)[:, None]
@@ -341,6 +353,8 @@ def attend(
         sources=sources,
         tile=tile,
     )
+    if problem.rotated and problem.parts > 1:
+        raise NotImplementedError(f"{name}: values that carry keys are read whole; got {tile}")
     norm = jnp.zeros((head_dim,), jnp.float32) if k_norm is None else k_norm
     dtype = caches[0][1].dtype
     sets = num_heads // problem.group  # of rows that share keys
@@ -366,15 +380,19 @@ def attend(
     if direct:
         outs = [(jax.ShapeDtypeStruct(flat, dtype), by_slot)]
     else:
-        last = problem.num_tiles - 1
-        stat = pl.BlockSpec((None, None, tile.rows), lambda i, j, h: (h, j, last - i))
-        part = pl.BlockSpec((None, None, tile.rows, head_dim), lambda i, j, h: (h, j, last - i, 0))
+
+        def rows_of(i):
+            return problem.num_tiles - 1 - i // problem.parts
+
+        stat = pl.BlockSpec((None, None, tile.rows), lambda i, j, h: (h, j, rows_of(i)))
+        part = (None, None, tile.rows, head_dim)
+        part = pl.BlockSpec(part, lambda i, j, h: (h, j, rows_of(i), 0))
         stats = (num_slots * sets, tile.splits, problem.num_tiles * tile.rows)
         outs = [(jax.ShapeDtypeStruct((*stats, head_dim), jnp.float32), part)]
         outs += [(jax.ShapeDtypeStruct(stats, jnp.float32), stat)] * 2
     result = _call(
         _named(name, _attend_kernel, problem, direct),
-        grid=(problem.num_tiles, tile.splits, num_slots * sets),
+        grid=(problem.num_tiles * problem.parts, tile.splits, num_slots * sets),
         ins=ins,
         outs=outs,
         warps=tile.warps,

@@ -32,6 +32,8 @@ class Tile:
       splits: programs that share one slot's keys; their partial results are combined.
       warps: warps of a program.
       stages: depth of the load pipeline; one stage computes, the others load.
+      columns: output columns of one program, 0 for all. Fewer leave registers for more rows; every
+        part of the columns computes the scores again.
     """
 
     rows: int
@@ -39,6 +41,7 @@ class Tile:
     splits: int
     warps: int
     stages: int
+    columns: int = 0
 
     def __post_init__(self):
         for field, low in (("rows", 16), ("block", 16), ("warps", 1)):
@@ -54,10 +57,10 @@ class Tile:
         `rotated` is the width of the rotated keys of the `v_rot` layout (0: keys in full). Hopper's
         64-row matrix instructions read a block while later ones load, so they hold one more.
         """
-        keys = rotated or head_dim
+        keys, values = rotated or head_dim, self.columns or head_dim
         queries = self.rows * (head_dim + rotated)
         buffers = self.stages if self.rows >= 64 else max(1, self.stages - 1)
-        blocks = buffers * self.block * (keys + head_dim)
+        blocks = buffers * self.block * (keys + values)
         if rotated and self.stages == 1:
             blocks += self.block * head_dim  # values enter both products, laid out differently
         return itemsize * (queries + blocks + self.rows * self.block)
@@ -130,7 +133,7 @@ def grouped_tile(*, rows: int, head_dim: int, kv_heads: int, rotated: int = 0, d
     """Grouped attention: as many splits as give every multiprocessor one program of one slot.
 
     Tiles of 32 rows: their programs run side by side and find each other's blocks in the L2 cache;
-    one tile of 64 rows x 512 spills registers and was slower (35.7 against 27.8 us at 6,005 keys).
+    one tile of 64 rows x 512 was slower (35.7 against 27.8 us at 6,005 keys).
     """
     tile_rows = _rows(rows, 32 if head_dim == 512 else 64)
     programs = kv_heads * -(-max(16, rows) // tile_rows)

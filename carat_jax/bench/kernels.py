@@ -21,8 +21,9 @@ from pallas_kernels import (
     reference,
     ring_attention,
 )
+from pallas_kernels.tiles import Tile
 
-CASES = ("grouped", "rows", "ring", "layouts", "padding", "prefill", "torch")
+CASES = ("grouped", "rows", "ring", "layouts", "padding", "prefill", "torch", "tiles")
 _CASES = flags.DEFINE_list("cases", list(CASES), "which measurements to run")
 _OUT = flags.DEFINE_string("out", None, "file to append JSON lines to")
 _COMMIT = flags.DEFINE_string("commit", None, "commit to record where there is no git")
@@ -220,6 +221,52 @@ def prefill(records, history, num_new=2048):
     records.add(**fixed, variant="local", ms=seconds * 1e3, error=error, **more)
 
 
+def tile_candidates(records, keys):
+    """The tile of each kernel against its rivals: what the choices in `tiles` rest on."""
+    kv, v_rot, norm = _global_caches(GLOBAL, keys, 10 if keys < 20000 else 3)
+    rivals = {
+        4: [Tile(rows=32, block=32, splits=33, warps=4, stages=3)],
+        8: [
+            Tile(rows=32, block=32, splits=16, warps=4, stages=3),
+            Tile(rows=64, block=32, splits=33, warps=8, stages=2),
+            Tile(rows=64, block=32, splits=16, warps=4, stages=3, columns=256),
+            Tile(rows=64, block=32, splits=16, warps=8, stages=3, columns=256),
+        ],
+    }
+    for num_new, tiles in rivals.items():
+        starts, ends = jnp.array([keys - num_new]), jnp.array([keys])
+        q = _random(99, (1, num_new, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
+        oracle = jax.jit(reference.grouped_attention)(q, *kv[0], starts, ends)
+        at = {"starts": starts, "ends": ends, "impl": "triton"}
+        variants = {}
+        for tile in tiles:
+            run = functools.partial(grouped_attention, **at, tile=tile)
+            variants[f"kv {tile}"] = (run, "kv")
+            if not tile.columns:
+                variants[f"v_rot {tile}"] = (functools.partial(run, k_norm=norm), "v_rot")
+        fixed = {"case": "tiles", **GLOBAL, "keys": keys, "positions": num_new}
+        length = 60 if keys < 20000 else 12
+        _race(records, fixed, variants, oracle, q, {"kv": kv, "v_rot": v_rot}, length=length)
+
+
+def prefill_candidates(records, history=6144, num_new=2048):
+    """The same for the global prefill kernel."""
+    starts, ends = jnp.array([history]), jnp.array([history + num_new])
+    shape = (1, GLOBAL["kv_heads"], history + num_new, GLOBAL["head_dim"])
+    q = _random(99, (1, num_new, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
+    k, v = _random(1, shape), _random(2, shape)
+    for tile in (
+        Tile(rows=64, block=32, splits=1, warps=8, stages=2),
+        Tile(rows=128, block=32, splits=1, warps=8, stages=2, columns=256),
+        Tile(rows=64, block=32, splits=1, warps=4, stages=3, columns=256),
+        Tile(rows=64, block=32, splits=1, warps=8, stages=3, columns=256),
+    ):
+        run = jax.jit(functools.partial(prefill_attention, impl="triton", tile=tile))
+        seconds = measure.median_time(run, q, k, v, starts, ends, rounds=3, calls=3)
+        fixed = {"case": "tiles", "history": history, "positions": num_new}
+        records.add(**fixed, variant=f"prefill {tile}", ms=seconds * 1e3)
+
+
 def torch_sdpa(records, keys, num_new=4):
     """torch's scaled_dot_product_attention on the grouped core, where torch is installed."""
     try:
@@ -278,6 +325,10 @@ def main(argv):
         prefill(records, history)
     for keys in contexts if "torch" in chosen else ():
         torch_sdpa(records, keys)
+    if "tiles" in chosen:
+        prefill_candidates(records)
+        for keys in (contexts[0], contexts[-1]):
+            tile_candidates(records, keys)
     if "padding" in chosen:
         padding(records, range(*(int(n) for n in _COUNTS.value.split(":"))))
 

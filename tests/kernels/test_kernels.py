@@ -62,6 +62,13 @@ def test_a_ring_visited_in_a_loop_equals_one_block_a_program():
     _check(case, jax.jit(bodies.call(case, "interpret", tile=tile)), jnp.float32)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_programs_that_share_the_output_columns_agree(splits):
+    case = next(c for c in cases.SMALL if c.name == "row_tiles")
+    tile = Tile(rows=64, block=16, splits=splits, warps=4, stages=2, columns=16)
+    _check(case, jax.jit(bodies.call(case, "interpret", tile=tile)), jnp.float32)
+
+
 @pytest.mark.parametrize("kernel", ["grouped", "ring"])
 def test_every_length_around_a_block_and_a_seam(kernel):
     # given: 60 slots of lengths 1..60 and 60 more of every fifth length to 355
@@ -89,7 +96,7 @@ def _grouped(num_slots, num_new, ends, starts, size=90):
     positions = jnp.array(starts), jnp.array(ends)
 
     def call(q, k, v, starts, ends):
-        return kernels.grouped_attention(q, k, v, starts, ends, impl="interpret", tile=tile, **more)
+        return kernels.grouped_attention(q, k, v, starts, ends, impl="interpret", tile=tile)
 
     return call, (q, k, v, *positions)
 

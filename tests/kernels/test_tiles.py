@@ -33,6 +33,13 @@ COMPILED = [
     ("prefill_v_rot", {"rows": 64, "block": 32, "warps": 8, "stages": 3}, 512, 128, 204800),
     ("prefill_v_rot", {"rows": 64, "block": 32, "warps": 8, "stages": 1}, 512, 128, 147456),
     ("prefill_ring", {"rows": 128, "block": 32, "warps": 8, "stages": 3}, 256, 0, 163840),
+    (
+        "grouped",
+        {"rows": 64, "block": 32, "warps": 4, "stages": 3, "columns": 256},
+        512,
+        0,
+        212992,
+    ),
 ]
 
 
