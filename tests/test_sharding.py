@@ -1,6 +1,8 @@
-"""The sharding table: one step over two devices equals the step on one."""
+"""One prefill and one decode step on two devices, placed by the table, equal one device.
 
-import dataclasses
+The devices are virtual (`conftest` asks XLA for two). The toy has two local KV heads, which split,
+and one global one, which cannot and is copied; its MLP columns split.
+"""
 
 import jax
 import numpy as np
@@ -8,57 +10,96 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from carat_jax.cache.bank import CACHE_AXES
+from carat_jax.decoding.steps import SamplerKind
 from carat_jax.model.gemma4 import Gemma4
-from carat_jax.model.params import split
+from carat_jax.model.params import ParamSpec, split
 from carat_jax.numerics.sharding import place, sharding
-from tests.toy_model import MAX_ROWS, toy
+from tests.engine.toy_engine import toy
+from tests.toy_model import toy as named_toy
 from tests.toys import make_ids
+
+GREEDY = SamplerKind(draws=False, logprobs=True)
 
 
 @pytest.fixture(scope="module")
 def mesh():
-    if len(jax.devices()) < 2:
-        pytest.skip("needs two devices")
-    return Mesh(np.array(jax.devices()[:2]), ("model",))
+    devices = jax.devices("cpu")
+    assert len(devices) >= 2
+    return Mesh(np.array(devices[:2]), ("model",))
 
 
-@pytest.mark.parametrize("name", ["T4", "T4e"])
-def test_a_step_on_two_devices_equals_one(name, mesh):
-    model = toy(name)
-    texts = [make_ids(model.raw, n) for n in (30, 11, 3)]
-    bank, _ = model.feed(model.bank(), [ids[:-1] for ids in texts], MAX_ROWS)
-    # given parameters and caches split as the table says
-    axes = jax.tree.map(lambda spec: spec.axes, split(Gemma4(model.config, model.dtype))[1])
-    params = place(model.params, axes, mesh)
-
-    def spread_array(x):
-        x = np.array(x)  # a copy: both banks are donated
-        return jax.device_put(x, sharding(mesh, CACHE_AXES[: x.ndim], x.shape))
-
-    spread = jax.tree.map(spread_array, bank)
-    # when both take the same block
-    blocks = [ids[-1:] + [7] * (MAX_ROWS - 1) for ids in texts]
-    one_bank, one = model.feed(bank, blocks, MAX_ROWS)
-    two_bank, two = dataclasses.replace(model, params=params).feed(spread, blocks, MAX_ROWS)
-    # then logits and caches agree
-    for a, b in zip(one, two, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
-    for a, b in zip(jax.tree.leaves(one_bank), jax.tree.leaves(two_bank), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
-    # and a local layer's two KV heads and the MLP's columns really lie on different devices
-    layer = params["layers"][0]
-    halves = (layer["self_attn"]["qkv_proj"], layer["mlp"]["down_proj"], two_bank.layers[0].k)
-    for array, axis in zip(halves, (1, 0, 1), strict=True):
-        shapes = {shard.data.shape[axis] for shard in array.addressable_shards}
-        assert shapes == {array.shape[axis] // 2}
+def placed_params(model, mesh):
+    _, specs = split(Gemma4(model.config, model.dtype))
+    axes = jax.tree.map(lambda spec: spec.axes, specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    return {"target": place(model.params["target"], axes, mesh), "draft": ()}
 
 
-def test_an_axis_that_does_not_divide_is_copied(mesh):
-    axes = ("embed", "kv_heads", None, None)
-    assert sharding(mesh, axes, (64, 1, 6, 32)).spec == PartitionSpec(None, None, None, None)
-    assert sharding(mesh, axes, (64, 4, 6, 32)).spec == PartitionSpec(None, "model", None, None)
+def placed_state(state, mesh):
+    """Caches by their axes, everything else on both devices."""
+    axes = jax.tree.map(lambda leaf: (None,) * leaf.ndim, state)
+    caches = jax.tree.map(lambda _: CACHE_AXES, state.bank.layers)
+    axes.bank.layers.update(caches)
+    return place(state, axes, mesh)
 
 
-def test_two_axes_on_one_mesh_axis_are_refused(mesh):
+def run(model, params, state):
+    """Prefills two slots, then decodes once; all that came out, as numpy arrays."""
+    told = []
+    for slot, length in enumerate((13, 5)):
+        ids = make_ids(model.raw, length)
+        tokens = np.array([ids + [0] * (16 - length)], np.int32)
+        where = np.array([slot], np.int32)
+        state, logits = model.steps.prefill(params, state, tokens, np.array([length]), where)
+        state, first = model.steps.first(state, logits, where, GREEDY)
+        told += [logits, first.tokens, first.logprobs]
+    state, drawn = model.steps.round(params, state, GREEDY)
+    told += [drawn.tokens, drawn.logprobs, drawn.top_logprobs]
+    return state, jax.tree.map(np.asarray, told)
+
+
+@pytest.mark.parametrize("make", [toy, lambda: named_toy("T4e")], ids=["k_eq_v", "borrowing"])
+def test_two_devices_compute_what_one_does(mesh, make):
+    model = make()
+    one, want = run(model, model.params, model.state())
+    two, got = run(model, placed_params(model, mesh), placed_state(model.state(), mesh))
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=5e-5)
+    for mine, theirs in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), atol=5e-5)
+    # and the reference agrees with both
+    last = model.reference.logits(make_ids(model.raw, 13))[-1]
+    np.testing.assert_allclose(got[0], last, atol=1e-4)
+
+
+def test_the_table_splits_what_divides_and_copies_the_rest(mesh):
+    model = toy()
+    params = placed_params(model, mesh)["target"]
+    state = placed_state(model.state(), mesh)
+
+    def share(leaf):
+        """Bytes on one device over bytes in all."""
+        return leaf.addressable_shards[0].data.nbytes / leaf.nbytes
+
+    local, whole = params["layers"][0], params["layers"][2]
+    assert share(local["self_attn"]["qkv_proj"]) == 0.5
+    assert share(local["self_attn"]["o_proj"]) == 0.5
+    assert share(whole["self_attn"]["qkv_proj"]) == 1
+    for layer in (local, whole):
+        assert [share(leaf) for leaf in jax.tree.leaves(layer["mlp"])] == [0.5, 0.5]
+    assert share(params["embed_tokens"]) == 1
+    assert [share(state.bank.layers[i].k) for i in (0, 2)] == [0.5, 1]
+
+
+def test_caches_stay_where_they_were_put(mesh):
+    model = toy()
+    state, _ = run(model, placed_params(model, mesh), placed_state(model.state(), mesh))
+    shards = state.bank.layers[0].k.addressable_shards
+    assert [shard.data.shape[1] for shard in shards] == [1, 1]
+    assert {shard.device for shard in shards} == set(mesh.devices.flat)
+
+
+def test_an_axis_is_split_only_where_it_divides(mesh):
+    assert sharding(mesh, ("embed", "mlp"), (6, 8)).spec == PartitionSpec(None, "model")
+    assert sharding(mesh, ("embed", "mlp"), (6, 9)).spec == PartitionSpec(None, None)
     with pytest.raises(ValueError, match="twice"):
-        sharding(mesh, ("kv_heads", "mlp"), (4, 4))
+        sharding(mesh, ("kv_heads", "mlp"), (2, 8))
