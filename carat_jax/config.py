@@ -31,17 +31,10 @@ from carat_jax.setting_types import (
     unknown_key,
 )
 
-# Values that keys declare but whose code has not landed are refused by this table; a key without a
-# row takes every value of its type.
-AVAILABLE: Mapping[str, tuple] = {}
 RANDOM_MODELS = tuple(name for name, facts in FAMILIES.items() if not facts.enable_moe_block)
 
 
 _INT32_MAX = 2**31 - 1  # what the steps on the device count in
-
-
-class _Section(Section):
-    AVAILABLE = AVAILABLE
 
 
 def _between(low: float, high: float, default: float | None, null: Any = REFUSED) -> Any:
@@ -62,7 +55,7 @@ def _are_biases(pairs: Sequence[tuple[int, float]]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingParams(_Section):
+class SamplingParams(Section):
     """How tokens are chosen, and when a sample ends.
 
     Attributes:
@@ -109,7 +102,7 @@ class SamplingParams(_Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheConfig(_Section):
+class CacheConfig(Section):
     """How keys and values are kept.
 
     Attributes:
@@ -125,7 +118,7 @@ class CacheConfig(_Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionConfig(_Section):
+class AttentionConfig(Section):
     """How attention is computed; each key changes speed, memory or rounding alone.
 
     Attributes:
@@ -143,7 +136,7 @@ class AttentionConfig(_Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeConfig(_Section):
+class DecodeConfig(Section):
     """How tokens are proposed and verified.
 
     Attributes:
@@ -152,6 +145,9 @@ class DecodeConfig(_Section):
       draft_len: Tokens proposed per round.
       draft_model: Folder or hub name of the assistant or of the smaller model; null is the
         assistant that belongs to the target.
+      sample_drafts: Draw the drafts of an assistant or a model instead of taking the best, and
+        accept them by the ratio of both laws: the law of the output is exact, its ids may differ
+        from those of plain decoding.
       uniform_rows: Rows per slot that decode and verify share in one executable, so that greedy
         output is bit for bit the same with and without drafts; 0 is off.
       simulate_acceptance: Tokens a round commits on average, whatever was drafted: to measure
@@ -162,12 +158,13 @@ class DecodeConfig(_Section):
     drafter: Literal["none", "assistant", "ngram", "combined", "model"] = setting("none")
     draft_len: int = _between(1, 15, 3)
     draft_model: str | None = setting(None)
+    sample_drafts: bool = setting(False)
     uniform_rows: int = _between(0, 16, 0)
     simulate_acceptance: float | None = _between(1, 16, None)
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """What the engine reserves and compiles when it starts.
 
     Attributes:
@@ -194,7 +191,7 @@ def _is_model_name(name: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_Section):
+class Config(Section):
     """All settings of one engine.
 
     Attributes:

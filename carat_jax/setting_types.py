@@ -130,7 +130,6 @@ class Key:
     words: str
     allows: Callable | None
     null: Any
-    available: tuple | None
 
     def check(self, value: Any, where: str = "") -> Any:
         """The value in its declared type; ValueError in one line that starts with `where`."""
@@ -144,9 +143,6 @@ class Key:
             raise ValueError(f"{prefix} {error}{must}") from None
         if found is not None and self.allows is not None and not self.allows(found):
             raise ValueError(f"{prefix} is not possible{must}")
-        if self.available is not None and found not in self.available:
-            choices = ", ".join(str(choice) for choice in self.available)
-            raise ValueError(f"{prefix} is not available yet; available: {choices}")
         return found
 
 
@@ -164,11 +160,9 @@ class Section:
 
     Attributes:
       PREFIX: What precedes a field's name in its key, such as "sampling.".
-      AVAILABLE: Key -> the values whose code has landed, for keys that declare more.
     """
 
     PREFIX: typing.ClassVar[str] = ""
-    AVAILABLE: typing.ClassVar[Mapping[str, tuple]] = {}
 
     def __post_init__(self) -> None:
         """Put every field into its declared type, or refuse it."""
@@ -187,7 +181,6 @@ class Section:
                 hints[f.name],
                 f.default,
                 **f.metadata,
-                available=cls.AVAILABLE.get(names[f.name]),
             )
             for f in dataclasses.fields(cls)
             if f.name in names

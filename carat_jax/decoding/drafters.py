@@ -16,6 +16,7 @@ from flax import nnx
 
 from carat_jax.array_types import Array, Float, Int, Lengths, Slots, Tokens
 from carat_jax.cache.bank import CacheBank
+from carat_jax.decoding.sampling import DRAFT, drawing_logits, noise
 from carat_jax.decoding.state import DecodeState
 from carat_jax.model.assistant import draft, target_views
 from carat_jax.model.gemma4 import Gemma4
@@ -160,11 +161,13 @@ class AssistantDrafter(_Stateless):
       graph: the assistant without arrays.
       num_drafts: M.
       options: how attention is computed.
+      samples: draw the drafts, as the request draws its tokens, instead of taking the best.
     """
 
     graph: nnx.GraphDef
     num_drafts: int
     options: AttentionOptions
+    samples: bool = False
     name: str = "assistant"
 
     def propose(
@@ -181,8 +184,20 @@ class AssistantDrafter(_Stateless):
             self.num_drafts,
             bias=state.sampling.bias,
             options=self.options,
+            choose=functools.partial(_draw_draft, state) if self.samples else None,
         )
-        return Proposal(burst.tokens, jnp.full(state.tokens.shape, self.num_drafts)), own
+        num = jnp.full(state.tokens.shape, self.num_drafts)
+        return Proposal(burst.tokens, num, burst.logits if self.samples else None), own
+
+
+def _draw_draft(
+    state: DecodeState, logits: Float[Array, "B V"], i: int
+) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
+    """Draws draft i of a burst from `logits` the way the request draws its tokens."""
+    law = drawing_logits(logits, state.sampling)
+    places = state.bank.lengths + 1 + i
+    drawn = jnp.argmax(law + noise(state.sampling, places, law.shape[-1], DRAFT), axis=-1)
+    return drawn.astype(jnp.int32), law
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,22 +236,28 @@ class ModelDrafter:
     graph: nnx.GraphDef
     num_drafts: int
     options: AttentionOptions
+    samples: bool = False
     name: str = "model"
 
     def propose(
         self, params: Any, own: CacheBank, target: Gemma4, state: DecodeState
     ) -> tuple[Proposal, CacheBank]:
-        """M tokens for every slot, greedily."""
+        """M tokens for every slot."""
         model = merge(self.graph, params)
-        tokens, drafted = state.tokens, []
+        tokens, drafted, laws = state.tokens, [], []
         rows = state.is_active.astype(jnp.int32)
-        for _ in range(self.num_drafts + 1):
+        for i in range(self.num_drafts + 1):
             hidden, own = model(tokens[:, None], own, rows, options=self.options)
-            logits = model.logits(hidden[:, 0]) + state.sampling.bias
-            tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            law = model.logits(hidden[:, 0]) + state.sampling.bias
+            if self.samples:
+                tokens, law = _draw_draft(state, law, i)
+            else:
+                tokens = jnp.argmax(law, axis=-1).astype(jnp.int32)
             drafted.append(tokens)
-        proposed = jnp.stack(drafted[:-1], axis=1)
-        return Proposal(proposed, jnp.full(tokens.shape, self.num_drafts)), own
+            laws.append(law)
+        num = jnp.full(tokens.shape, self.num_drafts)
+        law = jnp.stack(laws[:-1], axis=1) if self.samples else None
+        return Proposal(jnp.stack(drafted[:-1], axis=1), num, law), own
 
     def commit(self, own: CacheBank, lengths: Lengths) -> CacheBank:
         """Its caches cut to the target's length."""

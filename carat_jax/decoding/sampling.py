@@ -116,14 +116,27 @@ def drawing_logits(logits: Float[Array, "B V"], state: SamplingState) -> Float[A
     return jnp.where(kept, scaled, -jnp.inf)
 
 
-def noise(state: SamplingState, positions: Lengths, vocab_size: int) -> Float[Array, "B V"]:
+# What a position's randomness is for: the target's own draw, a sampled draft, and its acceptance.
+OWN, DRAFT, ACCEPT = 0, 1, 2
+
+
+def keys(state: SamplingState, positions: Lengths, purpose: int = OWN) -> Array:
+    """A key for each slot's token at `positions`."""
+
+    def key(seed: Array, sample: Array, position: Array) -> Array:
+        own = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
+        return own if purpose == OWN else jax.random.fold_in(own, purpose)
+
+    return jax.vmap(key)(state.seed, state.sample, positions)
+
+
+def noise(
+    state: SamplingState, positions: Lengths, vocab_size: int, purpose: int = OWN
+) -> Float[Array, "B V"]:
     """Gumbel noise of each slot's token at `positions`."""
-
-    def row(seed: Array, sample: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
-        return jax.random.gumbel(key, (vocab_size,))
-
-    return jax.vmap(row)(state.seed, state.sample, positions)
+    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(
+        keys(state, positions, purpose)
+    )
 
 
 def draw(logits: Float[Array, "B V"], state: SamplingState, positions: Lengths) -> Int[Array, "B"]:

@@ -27,7 +27,11 @@ from carat_jax.cache.bank import CacheBank
 from carat_jax.decoding import sampling
 from carat_jax.decoding.drafters import Drafter, Proposal
 from carat_jax.decoding.sampling import LogitsHook, SamplingState
-from carat_jax.decoding.speculative import accept_points, simulated_acceptance
+from carat_jax.decoding.speculative import (
+    accept_points,
+    accept_sampled,
+    simulated_acceptance,
+)
 from carat_jax.decoding.state import DecodeState
 from carat_jax.model.params import merge
 from carat_jax.numerics.attention import AttentionOptions
@@ -118,7 +122,8 @@ def build_steps(
     Returns:
       Functions of `params`, a dict of the "target"'s and the "draft"'s, and of the state.
     """
-    draw = functools.partial(_draw, hook=hook, num_top=options.num_top)
+    allow = functools.partial(_allowed, hook=hook)
+    tell = functools.partial(_tell, num_top=options.num_top)
 
     def prefill(
         params: Any, state: DecodeState, tokens: Tokens, num_valid: Lengths, slot: Slots
@@ -162,11 +167,16 @@ def build_steps(
     ) -> tuple[DecodeState, Drawn]:
         num_rows = logits.shape[1]
         positions = starts[:, None] + 1 + jnp.arange(num_rows)
-        drawn = draw(_rows_of(state.sampling, proposal.tokens, num_rows), logits, positions, kind)
-        if options.simulate_acceptance is None:
-            accepted = accept_points(proposal.tokens, drawn.tokens, proposal.num)
+        rows = _rows_of(state.sampling, proposal.tokens, num_rows)
+        allowed = allow(rows, logits, positions, kind)
+        if kind.draws and proposal.logits is not None:
+            accepted, tokens = _accept_sampled(rows, allowed, positions, proposal)
         else:
+            tokens = _draw(rows, allowed, positions, kind)
+            accepted = accept_points(proposal.tokens, tokens, proposal.num)
+        if options.simulate_acceptance is not None:
             accepted = simulated_acceptance(starts, proposal.num, options.simulate_acceptance)
+        drawn = tell(allowed, tokens, kind)
         num = jnp.where(state.is_active, accepted + 1, 0)
         slots = jnp.arange(num.shape[0])
         seen = state.sampling.seen
@@ -241,7 +251,8 @@ def build_steps(
     ) -> tuple[DecodeState, Drawn]:
         row = jax.tree.map(lambda x: x[slot], state.sampling)
         position = state.bank.lengths[slot]
-        drawn = draw(row, logits[None, None], position[:, None], kind)
+        allowed = allow(row, logits[None, None], position[:, None], kind)
+        drawn = tell(allowed, _draw(row, allowed, position[:, None], kind), kind)
         token = drawn.tokens[:, 0]
         seen = state.sampling.seen.at[slot, token].set(True) if kind.draws else state.sampling.seen
         state = dataclasses.replace(
@@ -300,30 +311,61 @@ def build_steps(
     )
 
 
-def _draw(
+def _allowed(
     state: SamplingState,
     logits: Float[Array, "b rows V"],
     positions: Int[Array, "b rows"],
     kind: SamplerKind,
     hook: LogitsHook | None,
-    num_top: int,
+) -> Float[Array, "b rows V"]:
+    """The law of every row that is reported; `state` holds the rows flat, `[b * rows]`."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    flat = sampling.allowed_logits(flat, state, positions.reshape(-1), hook, penalise=kind.draws)
+    return flat.reshape(logits.shape)
+
+
+def _draw(
+    state: SamplingState,
+    allowed: Float[Array, "b rows V"],
+    positions: Int[Array, "b rows"],
+    kind: SamplerKind,
+) -> Int[Array, "b rows"]:
+    """The target's own token of every row."""
+    if not kind.draws:
+        return jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    flat = allowed.reshape(-1, allowed.shape[-1])
+    return sampling.draw(flat, state, positions.reshape(-1)).reshape(positions.shape)
+
+
+def _accept_sampled(
+    state: SamplingState,
+    allowed: Float[Array, "b rows V"],
+    positions: Int[Array, "b rows"],
+    proposal: Proposal,
+) -> tuple[Int[Array, "b"], Int[Array, "b rows"]]:
+    """Accepted drafts of a proposal that was sampled, and every row's token to commit."""
+    num_rows, vocab_size = allowed.shape[1:]
+    places, flat = positions.reshape(-1), allowed.reshape(-1, vocab_size)
+    law = sampling.drawing_logits(flat, state).reshape(allowed.shape)
+    noise = sampling.noise(state, places, vocab_size).reshape(allowed.shape)
+    keys = sampling.keys(state, places, sampling.ACCEPT)
+    uniforms = jax.vmap(jax.random.uniform)(keys).reshape(positions.shape)
+    num_drafts = proposal.tokens.shape[1]
+    accepted, tokens = accept_sampled(
+        proposal.tokens, proposal.logits, law, proposal.num, uniforms[:, :num_drafts], noise
+    )
+    return accepted, jnp.pad(tokens, ((0, 0), (0, num_rows - tokens.shape[1])))
+
+
+def _tell(
+    allowed: Float[Array, "b rows V"], tokens: Int[Array, "b rows"], kind: SamplerKind, num_top: int
 ) -> Drawn:
-    """A token for every row, whose sampling rows `state` holds flat, `[b * rows]`."""
-    shape = positions.shape
-    flat, places = logits.reshape(-1, logits.shape[-1]), positions.reshape(-1)
-    flat = sampling.allowed_logits(flat, state, places, hook, penalise=kind.draws)
-    if kind.draws:
-        tokens = sampling.draw(flat, state, places)
-    else:
-        tokens = jnp.argmax(flat, axis=-1).astype(jnp.int32)
-    tokens = jnp.where(jnp.isfinite(jnp.max(flat, axis=-1)), tokens, -1)
+    """What the host is told of one committed token a slot; a round says how many it were."""
     told = (None, None, None)
     if kind.logprobs:
-        told = sampling.log_probabilities(
-            flat.reshape(logits.shape), tokens.reshape(shape), num_top
-        )
-    num = jnp.ones(shape[0], jnp.int32)
-    return Drawn(tokens.reshape(shape), num, jnp.zeros_like(num), *told)
+        told = sampling.log_probabilities(allowed, tokens, num_top)
+    num = jnp.ones(tokens.shape[0], jnp.int32)
+    return Drawn(tokens, num, jnp.zeros_like(num), *told)
 
 
 def _rows_of(state: SamplingState, drafts: Int[Array, "B M"], num_rows: int) -> SamplingState:

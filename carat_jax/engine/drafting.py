@@ -54,6 +54,17 @@ def open_drafter(
       ValueError: there is no such drafter, or it does not fit the target.
     """
     kind, num_drafts = config.decode.drafter, config.decode.draft_len
+    if config.decode.sample_drafts and kind not in ("assistant", "model"):
+        raise ValueError(
+            f"decode.sample_drafts: the drafts of {kind!r} are not drawn from a law; "
+            "use decode.drafter: assistant or model, or false"
+        )
+    if config.decode.uniform_rows and config.decode.uniform_rows <= num_drafts and kind != "none":
+        raise ValueError(
+            f"decode.uniform_rows: {config.decode.uniform_rows} rows do not hold "
+            f"decode.draft_len={num_drafts} drafts and the token before them; use 0 or at least "
+            f"{num_drafts + 1}"
+        )
     dtype = jnp.dtype(config.dtype)
     if kind == "none":
         return Drafting(NoDrafter())
@@ -62,7 +73,7 @@ def open_drafter(
     if kind == "model":
         return _open_model(config, target, options)
     graph, params = _open_assistant(config, target, target_folder, dtype)
-    assistant = AssistantDrafter(graph, num_drafts, options)
+    assistant = AssistantDrafter(graph, num_drafts, options, config.decode.sample_drafts)
     if kind == "combined":
         return Drafting(CombinedDrafter(NgramDrafter(num_drafts), assistant), params)
     return Drafting(assistant, params)
@@ -117,5 +128,5 @@ def _open_model(config: Config, target: ModelConfig, options: AttentionOptions) 
         kinds = banks.CacheKinds(block=options.ring_block)
         return banks.empty_bank(facts, num_slots, max_context, num_rows, dtype, kinds)
 
-    drafter = ModelDrafter(graph, config.decode.draft_len, options)
+    drafter = ModelDrafter(graph, config.decode.draft_len, options, config.decode.sample_drafts)
     return Drafting(drafter, checkpoint.load_params(folder, specs), new_state)

@@ -15,6 +15,7 @@ Formulas: transformers 5.17, `modeling_gemma4_assistant`; its head is not soft-c
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from carat_jax.model.params import TensorSource, matrix, param, split
 from carat_jax.numerics.attention import PLAIN, AttentionOptions, KeyView, RotatedView
 from carat_jax.numerics.layers import embed, linear, precision, rope_tables, tied_head
 
+# Chooses draft i of a burst from its logits: tokens, and the log-law they were drawn from.
+Choice = Callable[[Float[Array, "B V"], int], tuple[Int[Array, "B"], Float[Array, "B V"]]]
 # What an assistant reads, by `LayerSpec.kv_owner` of its layers.
 Views = dict[int, KeyView | RotatedView]
 
@@ -203,8 +206,8 @@ class Burst:
 
     Attributes:
       tokens: the drafts.
-      logits: what each was chosen from, before any bias. A compiled step that drops them does not
-        compute more than the choice needs.
+      logits: what each was chosen from: before any bias, or the law `choose` drew from. A compiled
+        step that drops them does not compute more than the choice needs.
     """
 
     tokens: Int[Array, "B M"]
@@ -238,8 +241,9 @@ def draft(
     num_drafts: int,
     bias: Float[Array, "B V"] | None = None,
     options: AttentionOptions = PLAIN,
+    choose: Choice | None = None,
 ) -> Burst:
-    """Drafts `num_drafts` tokens greedily.
+    """Drafts `num_drafts` tokens, the best ones unless `choose` says otherwise.
 
     Args:
       assistant: the assistant.
@@ -251,16 +255,21 @@ def draft(
       num_drafts: M.
       bias: added to the scores before the choice; -inf keeps a token from being drafted.
       options: how attention is computed.
+      choose: from the logits `[B, V]` of draft i, its tokens and the log-law they were drawn from.
     """
     table, scale = target.embed_tokens.get_value(), math.sqrt(target.config.hidden_size)
     drafted, logits = [], []
     # Unrolled: the compiler then prepares the frozen keys once for all steps.
-    for _ in range(num_drafts):
+    for i in range(num_drafts):
         embedding = embed(tokens[:, None], table, scale)[:, 0]
         y, hidden = assistant(embedding, hidden, positions, views, options)
-        tokens = assistant.draft_token(y, bias)
+        law = assistant.logits(y)
+        if choose is None:
+            tokens = assistant.draft_token(y, bias)
+        else:
+            tokens, law = choose(law if bias is None else law + bias, i)
         drafted.append(tokens)
-        logits.append(assistant.logits(y))
+        logits.append(law)
     return Burst(jnp.stack(drafted, axis=1), jnp.stack(logits, axis=1))
 
 
