@@ -88,7 +88,10 @@ def allowed_logits(
             state.seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits
         )
     if hook is not None:
+        shape = logits.shape
         logits = hook(logits, positions)
+        if jnp.shape(logits) != shape:
+            raise ValueError(f"logits_hook: it made {jnp.shape(logits)} out of logits {shape}")
     return logits + state.bias
 
 

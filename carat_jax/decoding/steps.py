@@ -361,6 +361,7 @@ def _tell(
     allowed: Float[Array, "b rows V"], tokens: Int[Array, "b rows"], kind: SamplerKind, num_top: int
 ) -> Drawn:
     """What the host is told of one committed token a slot; a round says how many it were."""
+    tokens = jnp.where(jnp.isfinite(jnp.max(allowed, axis=-1)), tokens, -1)
     told = (None, None, None)
     if kind.logprobs:
         told = sampling.log_probabilities(allowed, tokens, num_top)

@@ -239,6 +239,10 @@ class Engine:
         return self.loop.stats()
 
     def _params(self, sampling: SamplingParams | None, overrides: Mapping) -> SamplingParams:
+        if not isinstance(sampling, SamplingParams | None):
+            raise ValueError(
+                f"sampling: {sampling!r} is not a SamplingParams; give single values as keywords"
+            )
         return sampling_from(sampling or self.config.sampling, **overrides)
 
     def _ids(self, prompt: Prompt) -> list[int]:

@@ -318,13 +318,9 @@ class EngineLoop:
                 for start, size in plan_chunks(len(ids), self.config.engine.prefill_chunks):
                     chunk, num_valid = padded_row(ids[start : start + size], size)
                     targets, _ = padded_row(ids[start + 1 : start + 1 + size], size)
+                    where = np.full(1, slot, np.int32)
                     self._state, told = self._steps.score(
-                        self._params,
-                        self._state,
-                        chunk,
-                        num_valid,
-                        np.full(1, slot, np.int32),
-                        targets,
+                        self._params, self._state, chunk, num_valid, where, targets
                     )
                     told = jax.device_get(told)
                     scored += [_info(told, 0, i, num_top) for i in range(int(num_valid[0]))]
@@ -338,7 +334,7 @@ class EngineLoop:
 
     def warm_up(self) -> None:
         """Compiles every declared shape, so that nothing compiles later."""
-        longest = self.max_context - 2
+        longest = max(1, self.max_context - 2)
         params = sampling_from(SamplingParams(temperature=0.0, max_tokens=2), ignore_eos=True)
         for size in self.config.engine.prefill_chunks:
             ids = [self.tokenizer.bos_id] * min(size, longest)
@@ -443,8 +439,7 @@ def _push(sample: Sample, drawn: Drawn, row: int, i: int) -> None:
         place = len(sample.known_ids)
         sample.cancel("error")
         raise FloatingPointError(
-            f"the logits of position {place} are NaN or leave no token: a logits hook, or weights "
-            "that overflow"
+            f"the logits of position {place} are NaN or leave no token (a hook? an overflow?)"
         )
     sample.push(token, None if num_top is None else _info(drawn, row, i, num_top))
 
