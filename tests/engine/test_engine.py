@@ -18,6 +18,7 @@ from tests.engine.toy_engine import (
     HALVED,
     SUPPRESSED,
     assert_greedy,
+    make_engine,
     prompt,
     reference_logits,
     reference_logprobs,
@@ -496,6 +497,11 @@ def test_impossible_sampling_is_refused_by_name(engine, settings, words):
         engine.generate(prompt(5), **settings)
 
 
+def test_sampling_that_is_no_sampling_is_refused(engine):
+    with pytest.raises(ValueError, match=r"sampling: .* is not a SamplingParams"):
+        engine.generate(prompt(5), {"temperature": 0.0})
+
+
 def test_numpy_settings_are_numbers(engine):
     result = engine.generate(
         prompt(5),
@@ -521,6 +527,24 @@ def test_no_bias_however_wild_breaks_the_law(engine):
         )
         assert not set(SUPPRESSED) & set(result.ids)
         assert all(np.isfinite(info.logprob) for info in result.logprobs)
+
+
+# Small engines.
+
+
+def test_a_context_of_two_answers_bos_with_one_token():
+    small = make_engine(max_batch=1, prefill_chunks=[4], max_queue=0, max_context=2)
+    small.warm_up()
+    assert_greedy(small.generate("", max_tokens=5, ignore_eos=True), 1)
+    with pytest.raises(ValueError, match="context of 2"):
+        small.generate([BOS, 320])
+
+
+def test_a_hook_that_changes_the_shape_of_logits_is_refused():
+    for hook in (lambda logits, _: logits[:, :5], lambda logits, _: logits[:, :1]):
+        small = make_engine(hook=hook, max_batch=1, prefill_chunks=[4], max_context=4)
+        with pytest.raises(ValueError, match=r"logits_hook: .*\(1, 393\)"):
+            small.generate("")
 
 
 # Counters.

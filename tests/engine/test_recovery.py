@@ -7,10 +7,11 @@ import dataclasses
 import gc
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from carat_jax.config import sampling_from
-from tests.engine.toy_engine import BROKEN, assert_greedy, prompt
+from tests.engine.toy_engine import BROKEN, assert_greedy, make_engine, prompt
 
 SETTINGS = {"temperature": 0.9, "max_tokens": 14, "ignore_eos": True}
 
@@ -273,6 +274,14 @@ def test_logits_that_are_not_numbers_end_the_request_in_words(scripted):
             scripted.generate(prompt(BROKEN - 3), ignore_eos=True, **settings)
         assert scripted.loop.is_idle
         assert scripted.generate(prompt(9), max_tokens=8, ignore_eos=True).ids == want
+
+
+def test_a_hook_that_rules_out_every_token_is_told():
+    silent = make_engine(
+        hook=lambda logits, _: logits - jnp.inf, max_batch=1, prefill_chunks=[4], max_context=8
+    )
+    with pytest.raises(FloatingPointError, match=r"position 1 .* leave no token"):
+        silent.generate("")
 
 
 def test_a_neighbour_of_such_a_request_is_served(scripted):
