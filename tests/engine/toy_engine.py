@@ -32,10 +32,9 @@ SUPPRESSED = (300, 301)
 
 
 @functools.cache
-def tokenizer(eos_token_id: int | tuple[int, ...] = 1) -> Tokenizer:
+def tokenizer() -> Tokenizer:
     """The tokenizer, of a checkpoint that suppresses two tokens."""
-    eos = list(eos_token_id) if isinstance(eos_token_id, tuple) else eos_token_id
-    generation = {"suppress_tokens": list(SUPPRESSED), "eos_token_id": eos}
+    generation = {"suppress_tokens": list(SUPPRESSED), "eos_token_id": 1}
     with tempfile.TemporaryDirectory() as folder:
         return Tokenizer.from_folder(
             write_folder(Path(folder) / "toy", generation_config=generation)
