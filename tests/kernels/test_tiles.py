@@ -18,7 +18,8 @@ def test_every_declared_shape_fits_the_device(device):
         assert tile.shared_memory(case.head_dim, case.rotated) <= memory, case
         if case.kernel in ("grouped", "v_rot"):
             rows = case.num_new * case.heads // case.kv_heads
-            programs = tile.splits * case.kv_heads * max(1, -(-rows // tile.rows))
+            parts = case.head_dim // (tile.columns or case.head_dim)
+            programs = tile.splits * case.kv_heads * max(1, -(-rows // tile.rows)) * parts
             assert processors / 2 < programs <= processors, case
 
 
