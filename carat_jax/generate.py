@@ -1,8 +1,9 @@
 """The command: `python -m carat_jax.generate --config configs/tiny.yaml --prompt "..."`.
 
 Generated text alone goes to stdout (or to --output), everything else to stderr. Exit codes: 0 done,
-2 for input that cannot be used (one line that starts with `error:`), 130 after Ctrl-C, which leaves
-what was produced until then. All input is checked before the first token is generated.
+2 for input that cannot be used (one line that starts with `error:`), 1 for logits that are NaN and
+for a closed stdout, 130 after Ctrl-C, which leaves what was produced until then. All input is
+checked before the first token is generated.
 
 Prompt files: `.jsonl` has one object a line, {"prompt": "..."} or {"messages": [...]}, optionally
 with any sampling parameter ("temperature": 0.2), "tools", and an "id" that is passed through.
@@ -225,6 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         _say(f"error: {error}")
         return BAD_INPUT
+    except FloatingPointError as error:
+        _say(f"error: {error}")
+        return 1
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
