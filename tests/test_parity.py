@@ -38,7 +38,7 @@ def load(name: str, folder: Path, dtype) -> Toy:
     model = compiled(name, dtype)
     assert from_hf(json.loads((folder / "config.json").read_text())) == model.config
     params = load_hf(folder, split(Gemma4(model.config, model.dtype))[1])
-    return dataclasses.replace(model, params=params)
+    return dataclasses.replace(model, params={"target": params, "draft": ()})
 
 
 def logits(model: Toy, ids, chunk: int) -> np.ndarray:
