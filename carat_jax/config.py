@@ -142,7 +142,8 @@ class DecodeConfig(Section):
     Attributes:
       drafter: Who proposes tokens: the MTP `assistant`, an `ngram` lookup, both `combined`, a
         smaller `model`, or `none`.
-      draft_len: Tokens proposed per round.
+      draft_len: Tokens proposed per round; `auto` chooses, round by round, by measured acceptance
+        and measured time.
       draft_model: Folder or hub name of the assistant or of the smaller model; null is the
         assistant that belongs to the target.
       sample_drafts: Draw the drafts of an assistant or a model instead of taking the best, and
@@ -156,7 +157,7 @@ class DecodeConfig(Section):
 
     PREFIX = "decode."
     drafter: Literal["none", "assistant", "ngram", "combined", "model"] = setting("none")
-    draft_len: int = _between(1, 15, 3)
+    draft_len: Literal["auto", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15] = setting(3)
     draft_model: str | None = setting(None)
     sample_drafts: bool = setting(False)
     uniform_rows: int = _between(0, 16, 0)

@@ -79,7 +79,7 @@ class Run:
                 ids = tokenizer.encode_chat(job.messages, thinking=self._thinking, tools=job.tools)
             else:
                 ids = tokenizer.encode(job.prompt)
-            self._engine.loop.check(ids, params)
+            self._engine.loop.limits.check(ids, params)
         except ValueError as error:
             raise ValueError(f"{job.where}: {error}") from None
         return ids, params

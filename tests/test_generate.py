@@ -42,6 +42,10 @@ class ScriptedLoop:
     def is_idle(self):
         return all(request.is_finished for request in self.requests)
 
+    @property
+    def limits(self):
+        return self
+
     def check(self, ids, params):
         if len(ids) > 40:
             raise ValueError(f"prompt: {len(ids)} tokens leave no room for an answer")

@@ -63,6 +63,14 @@ class Drafter(Protocol):
         """Its state after a chunk of one slot's prompt."""
 
 
+def shortened(drafter: Drafter, num_drafts: int) -> Drafter:
+    """The same drafter with another M; its parameters and state stay what they are."""
+    if isinstance(drafter, CombinedDrafter):
+        parts = (shortened(part, num_drafts) for part in (drafter.ngram, drafter.assistant))
+        return CombinedDrafter(*parts)
+    return dataclasses.replace(drafter, num_drafts=num_drafts)
+
+
 class _Stateless:
     """A drafter that keeps nothing of its own."""
 

@@ -255,7 +255,7 @@ class Engine:
 
     def _run(self, jobs: Sequence[tuple], progress: bool = False) -> list[Result]:
         for ids, params, _ in jobs:
-            self.loop.check(ids, params)
+            self.loop.limits.check(ids, params)
         waiting, requests = deque(jobs), []
         bar = tqdm(total=len(jobs), unit="prompt", disable=None if progress else True)
         try:

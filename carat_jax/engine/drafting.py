@@ -18,6 +18,7 @@ from carat_jax.decoding.drafters import (
     NgramDrafter,
     NoDrafter,
 )
+from carat_jax.engine.draft_length import CHOICES
 from carat_jax.families import ModelConfig
 from carat_jax.model import checkpoint
 from carat_jax.model.assistant import Assistant, load_assistant
@@ -39,6 +40,11 @@ class Drafting:
     new_state: Callable[[int, int, int], Any] = lambda num_slots, max_context, num_rows: ()
 
 
+def longest_draft(config: Config) -> int:
+    """The most drafts a round can have."""
+    return CHOICES[-1] if config.decode.draft_len == "auto" else config.decode.draft_len
+
+
 def open_drafter(
     config: Config, target: ModelConfig, target_folder: Path | None, options: AttentionOptions
 ) -> Drafting:
@@ -53,7 +59,7 @@ def open_drafter(
     Raises:
       ValueError: there is no such drafter, or it does not fit the target.
     """
-    kind, num_drafts = config.decode.drafter, config.decode.draft_len
+    kind, num_drafts = config.decode.drafter, longest_draft(config)
     if config.decode.sample_drafts and kind not in ("assistant", "model"):
         raise ValueError(
             f"decode.sample_drafts: the drafts of {kind!r} are not drawn from a law; "
@@ -128,5 +134,5 @@ def _open_model(config: Config, target: ModelConfig, options: AttentionOptions) 
         kinds = banks.CacheKinds(block=options.ring_block)
         return banks.empty_bank(facts, num_slots, max_context, num_rows, dtype, kinds)
 
-    drafter = ModelDrafter(graph, config.decode.draft_len, options, config.decode.sample_drafts)
+    drafter = ModelDrafter(graph, longest_draft(config), options, config.decode.sample_drafts)
     return Drafting(drafter, checkpoint.load_params(folder, specs), new_state)

@@ -11,7 +11,10 @@ their tokens: a draw depends on seed, sample and position alone.
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,13 +26,15 @@ from flax import nnx
 
 from carat_jax.cache import bank as banks
 from carat_jax.config import Config, SamplingParams, sampling_from
-from carat_jax.decoding.drafters import NoDrafter
+from carat_jax.decoding.drafters import NoDrafter, shortened
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.decoding.state import DecodeState, empty_state
 from carat_jax.decoding.steps import Drawn, SamplerKind, StepOptions, Steps, build_steps
 from carat_jax.engine.compile_counter import num_compilations
 from carat_jax.engine.counters import Counters
+from carat_jax.engine.draft_length import CHOICES, DraftLength
 from carat_jax.engine.drafting import Drafting
+from carat_jax.engine.limits import Limits
 from carat_jax.engine.request import Request, Sample, TokenInfo
 from carat_jax.engine.scheduler import Admission, Scheduler
 from carat_jax.engine.shapes import (
@@ -60,6 +65,7 @@ class _Flight:
     drawn: Drawn
     samples: Mapping[int, Sample]
     is_round: bool
+    num_drafts: int = 0
 
 
 class EngineLoop:
@@ -89,19 +95,29 @@ class EngineLoop:
         self.rungs = key_rungs(config, self.max_context)
         self.drafter, self._drafting = drafting.drafter, drafting
         self._params = {"target": params, "draft": drafting.params}
-        self._num_top = min(MAX_TOP_LOGPROBS, model.vocab_size)
+        num_top = min(MAX_TOP_LOGPROBS, model.vocab_size)
+        self.limits = Limits(model.vocab_size, self.max_context, num_top)
         base_bias = np.zeros(model.vocab_size, np.float32)
         base_bias[[i for i in tokenizer.suppress_ids if i < model.vocab_size]] = -np.inf
         self.options = StepOptions(
             attention=attention_options(config),
-            num_top=self._num_top,
+            num_top=num_top,
             uniform_rows=config.decode.uniform_rows,
             simulate_acceptance=config.decode.simulate_acceptance,
         )
         self._num_rows = max(self.drafter.num_drafts + 1, config.decode.uniform_rows)
-        self._steps: Steps = build_steps(
-            graph, self.drafter, self.options, jnp.asarray(base_bias), hook
+        steps = functools.partial(
+            build_steps, graph, options=self.options, base_bias=jnp.asarray(base_bias), hook=hook
         )
+        self._steps: Steps = steps(drafter=self.drafter)
+        self._rounds = {self.drafter.num_drafts: self._steps.round}
+        self._length: DraftLength | None = None
+        if config.decode.draft_len == "auto" and self.drafter.num_drafts:
+            self._length = DraftLength()
+            self._rounds |= {
+                m: steps(drafter=shortened(self.drafter, m)).round for m in CHOICES[:-1]
+            }
+        self._last_round: tuple[int, float] | None = None
         self._scheduler = Scheduler(config.engine.max_batch, config.engine.max_queue)
         self._flights: deque[_Flight] = deque()
         self._is_busy = False
@@ -118,14 +134,15 @@ class EngineLoop:
         Raises:
           ValueError: the prompt or the parameters cannot be served, or the queue is full.
         """
-        self.check(prompt_ids, params)
+        self.limits.check(prompt_ids, params)
         room = self.max_context - len(prompt_ids)
+        ends = () if params.ignore_eos else self.tokenizer.eos_ids
         request = Request(
             prompt_ids,
             params,
             seed=secrets.randbits(32) if params.seed is None else params.seed,
             budget=min(params.max_tokens, room),
-            end_ids=self._end_ids(params),
+            end_ids=frozenset((*ends, *params.stop_token_ids)),
             tokenizer=self.tokenizer,
             is_chat=is_chat,
             num_places=self.drafter.num_drafts,
@@ -151,38 +168,6 @@ class EngineLoop:
         """Samples that `submit` would take now."""
         return self._scheduler.room()
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Refuses (ValueError) what `submit` could not serve even with an empty queue."""
-        self._check_ids("prompt", prompt_ids)
-        if len(prompt_ids) >= self.max_context:
-            raise ValueError(
-                f"prompt: {len(prompt_ids)} tokens leave no room for an answer in a context of "
-                f"{self.max_context}; shorten it or raise engine.max_context"
-            )
-        self._check_num_top(params.logprobs)
-        ids = (*params.stop_token_ids, *(i for i, _ in params.logit_bias))
-        if outside := [i for i in ids if i >= self.model.vocab_size]:
-            raise ValueError(
-                f"sampling: token id {outside[0]} is outside the vocabulary of "
-                f"{self.model.vocab_size}"
-            )
-
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
-        if not len(ids):
-            raise ValueError(f"{what}: no token ids; it takes at least one, BOS")
-        if bad := [i for i in ids if not 0 <= i < self.model.vocab_size]:
-            raise ValueError(
-                f"{what}: id {bad[0]} is outside the vocabulary of {self.model.vocab_size}"
-            )
-
-    def _check_num_top(self, num_top: int | None) -> None:
-        if num_top is not None and not 0 <= num_top <= self._num_top:
-            raise ValueError(f"sampling.logprobs: {num_top} is not from 0 to {self._num_top}")
-
-    def _end_ids(self, params: SamplingParams) -> frozenset[int]:
-        own = () if params.ignore_eos else self.tokenizer.eos_ids
-        return frozenset((*own, *params.stop_token_ids))
-
     # ---- the loop ----------------------------------------------------------------------------
 
     @property
@@ -206,6 +191,7 @@ class EngineLoop:
 
     def _start(self, admission: Admission) -> None:
         """Prefills a prompt once and gives every sample its copy and its first token."""
+        self._last_round = None  # the next round is not the only work since the last one
         slot, request = admission.slots[0], admission.samples[0].request
         request.start()
         logits = self._prefill(slot, admission.samples[0].known_ids)
@@ -253,11 +239,15 @@ class EngineLoop:
 
     def _round(self) -> None:
         running = dict(self._scheduler.running)
-        kind = _sampler_kind(running.values())
-        self._state, drawn = self._steps.round(self._params, self._state, kind, self._num_keys())
+        kind, length = _sampler_kind(running.values()), self.drafter.num_drafts
+        if self._length is not None:
+            wanted = max(s.request.budget - s.num_dispatched for s in running.values())
+            length = self._length.choose(most=wanted - 1)
+        step = self._rounds[length]
+        self._state, drawn = step(self._params, self._state, kind, self._num_keys())
         for sample in running.values():
             sample.num_dispatched += 1
-        self._flights.append(_Flight(drawn, running, is_round=True))
+        self._flights.append(_Flight(drawn, running, is_round=True, num_drafts=length))
 
     def _num_keys(self) -> int | None:
         """The static key count of the next round; None where lengths are traced."""
@@ -275,6 +265,8 @@ class EngineLoop:
     def _deliver(self, flight: _Flight) -> None:
         """Reads one step's tokens and hands them to the samples that still want them."""
         drawn = jax.device_get(flight.drawn)
+        if flight.is_round:
+            self._note_cost(flight.num_drafts)
         for row, sample in flight.samples.items():
             if sample.is_finished:
                 continue
@@ -285,9 +277,19 @@ class EngineLoop:
             sample.num_dispatched += int(drawn.num[row]) - 1
             self.counters.generated_tokens += len(sample.ids) - before
             if flight.is_round:
-                self.counters.count(int(drawn.num[row]) - 1, int(drawn.num_drafts[row]))
-                sample.request.counters.count(int(drawn.num[row]) - 1, int(drawn.num_drafts[row]))
+                counts = int(drawn.num[row]) - 1, int(drawn.num_drafts[row])
+                self.counters.count(*counts)
+                sample.request.counters.count(*counts)
+                if self._length is not None:
+                    self._length.observe_drafts(*counts)
         self.counters.rounds += flight.is_round
+
+    def _note_cost(self, length: int) -> None:
+        """A round ended; right after one of the same length, the time between is what it costs."""
+        now = time.perf_counter()
+        if self._length is not None and self._last_round and self._last_round[0] == length:
+            self._length.observe_cost(length, now - self._last_round[1])
+        self._last_round = length, now
 
     def _release_finished(self) -> None:
         for slot, sample in list(self._scheduler.running.items()):
@@ -304,12 +306,7 @@ class EngineLoop:
 
         They are the model's own: no bias, no suppression, no hook.
         """
-        self._check_ids("score", ids)
-        self._check_num_top(num_top)
-        if len(ids) > self.max_context:
-            raise ValueError(
-                f"score: {len(ids)} ids do not fit engine.max_context={self.max_context}"
-            )
+        self.limits.check_score(ids, num_top)
         while (slot := self._scheduler.take_slot()) is None:
             self.step()
         scored: list[TokenInfo | None] = [None]
@@ -345,13 +342,16 @@ class EngineLoop:
             for temperature in (0.0, 1.0)
             for logprobs in (None, 0)
         ]
-        for kind in (*kinds, {"repetition_penalty": 1.1}):
-            self.run([self.submit(ids, sampling_from(params, **kind))])
-
-        if not self.options.attention.is_fused:
-            for rung in self.rungs:
-                ids = [self.tokenizer.bos_id] * min(rung - 1, longest)
-                self.run([self.submit(ids, params)])
+        # Only the three-stage path has rounds that depend on how many keys there are.
+        held = (len(ids),) if self.options.attention.is_fused else self.rungs
+        for length, num_keys in itertools.product(self._rounds, held):
+            if self._length is not None:
+                self._length = DraftLength((length,))
+            ids = [self.tokenizer.bos_id] * min(max(1, num_keys - self._num_rows), longest)
+            for kind in (*kinds, {"repetition_penalty": 1.1}):
+                self.run([self.submit(ids, sampling_from(params, **kind))])
+        if self._length is not None:
+            self._length = DraftLength()
 
     @property
     def num_slots(self) -> int:

@@ -15,6 +15,8 @@ import pytest
 
 from carat_jax.config import SamplingParams, read_settings, sampling_from
 from carat_jax.decoding.drafters import NgramDrafter, NoDrafter, Proposal, look_up
+from carat_jax.engine.compile_counter import num_compilations
+from carat_jax.engine.draft_length import CHOICES
 from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.engine import EngineLoop
 from carat_jax.model.gemma4 import Gemma4
@@ -55,12 +57,13 @@ class ScriptDrafter:
 
 
 @functools.cache
-def loop(drafter, num_slots: int = 1, local_layers: str = "ring") -> EngineLoop:
+def loop(drafter, num_slots: int = 1, local_layers: str = "ring", draft_len=3) -> EngineLoop:
     """An engine of the toy with a drafter; compiled once for all tests."""
     model = toy()
     graph, _ = split(Gemma4(model.config, model.dtype))
     engine = {"max_batch": num_slots, "prefill_chunks": [9], "max_context": CONTEXT}
     sections = {"engine": engine, "cache.local_layers": local_layers}
+    sections["decode.draft_len"] = draft_len
     chosen = read_settings(keywords={"dtype": "float32", **sections}).build()
     return EngineLoop(
         chosen, model.config, graph, model.params["target"], tokenizer(),
@@ -230,6 +233,17 @@ def test_looking_up_gives_the_plain_ids_on_a_text_that_repeats():
     got = run(loop(NgramDrafter(4)), [ids], sampling_from(GREEDY, max_tokens=40))[0]
     assert got.ids == want.ids
     assert got.counters.drafted[0] > 0
+
+
+def test_a_chosen_draft_length_gives_the_plain_ids_and_compiles_nothing_later():
+    engine = loop(ScriptDrafter(CHOICES[-1]), draft_len="auto")
+    engine.warm_up()
+    compiled = num_compilations()
+    text = [*prompt(12), *plain(12).ids]
+    for right in ([7], [0], [2, 1]):
+        set_script(engine, [text], right)
+        assert run(engine, [prompt(12)])[0].ids == plain(12).ids
+    assert num_compilations() == compiled
 
 
 def test_suppressed_tokens_are_neither_emitted_nor_accepted():
