@@ -151,8 +151,9 @@ class DecodeConfig(Section):
         from those of plain decoding.
       uniform_rows: Rows per slot that decode and verify share in one executable, so that greedy
         output is bit for bit the same with and without drafts; 0 is off.
-      simulate_acceptance: Tokens a round commits on average, whatever was drafted: to measure
-        speed without trained weights. null is off.
+      simulate_acceptance: Tokens a round commits on average, at most one more than were drafted and
+        whatever they are: to measure speed without trained weights. The text means nothing. null
+        is off.
     """
 
     PREFIX = "decode."

@@ -2,8 +2,8 @@
 
 Generated text alone goes to stdout (or to --output), everything else to stderr. Exit codes: 0 done,
 2 for input that cannot be used (one line that starts with `error:`), 1 for logits that are NaN and
-for a closed stdout, 130 after Ctrl-C, which leaves what was produced until then. All input is
-checked before the first token is generated.
+for an output that cannot be written, 130 after Ctrl-C, which leaves what was produced until then.
+All input is checked before the first token is generated.
 
 Prompt files: `.jsonl` has one object a line, {"prompt": "..."} or {"messages": [...]}, optionally
 with any sampling parameter ("temperature": 0.2), "tools", and an "id" that is passed through.
@@ -23,7 +23,14 @@ from tqdm import tqdm
 
 import carat_jax
 from carat_jax.config import SamplingParams, read_settings, sampling_from
-from carat_jax.prompt_files import Job, JsonSink, TextSink, open_output, read_prompts
+from carat_jax.prompt_files import (
+    Job,
+    JsonSink,
+    TextSink,
+    check_output,
+    open_output,
+    read_prompts,
+)
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -58,13 +65,14 @@ class Run:
 
     Args:
       engine: from `carat_jax.load`.
-      sink: takes finished results; None if streaming shows them already.
       thinking: whether chat models think first.
       stream: write to stdout while generating, one prompt at a time.
     """
 
-    def __init__(self, engine: Any, sink: TextSink | JsonSink | None, thinking: bool, stream: bool):
-        self._engine, self._sink = engine, sink
+    def __init__(self, engine: Any, thinking: bool, stream: bool):
+        self._engine = engine
+        # Takes finished results; None if streaming shows them already.
+        self.sink: TextSink | JsonSink | None = None
         self._thinking, self._stream = thinking, stream
         self.num_done = self.num_ids = 0
 
@@ -124,8 +132,8 @@ class Run:
         result = request.result()
         self.num_done += 1
         self.num_ids += result.num_generated
-        if self._sink is not None:
-            self._sink.write(job, result)
+        if self.sink is not None:
+            self.sink.write(job, result)
         return result
 
 
@@ -145,7 +153,14 @@ def converse(run: Run) -> None:
     messages: list[dict[str, str]] = []
     for turn, line in enumerate(_lines_of_stdin()):
         messages.append({"role": "user", "content": line})
-        (result,) = run.serve([Job(turn, f"turn {turn + 1}", messages=tuple(messages))])
+        try:
+            (result,) = run.serve([Job(turn, f"turn {turn + 1}", messages=tuple(messages))])
+        except ValueError as error:
+            if not sys.stdin.isatty():
+                raise
+            _say(f"error: {error}; that turn is forgotten")
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": result.text})
 
 
@@ -196,22 +211,30 @@ def _generate(arguments: Sequence[str]) -> None:
         print(api.locate(settings)[2].describe())
         return
     stream = options.stream or not jobs
-    sink = None if stream and options.output is None else open_output(options.output)
+    if stream and (num_samples := settings.build().sampling.n) != 1:
+        what = "--stream" if options.stream else "a conversation"
+        raise ValueError(f"sampling.n: {num_samples} samples, but {what} shows one")
+    check_output(options.output)
     started = time.monotonic()
     engine = carat_jax.load(settings)
     _say(engine.describe())
     _say(f"loaded in {time.monotonic() - started:.1f} s; --print_config shows where each is from:")
     _say(", ".join(f"{k}={v}" for k, v, origin in engine.settings.items() if origin != "built-in"))
-    run = Run(engine, sink, options.thinking, stream)
+    run = Run(engine, options.thinking, stream)
+    for job in jobs:
+        run.prepare(job)
+    # Opened last: no refusal leaves an empty file behind.
+    run.sink = None if stream and options.output is None else open_output(options.output)
     started = time.monotonic()
     try:
         run.serve(jobs) if jobs else converse(run)
     finally:
-        if sink is not None:
-            sink.close()
+        if run.sink is not None:
+            run.sink.close()
         if run.num_done:
             spent = f"{time.monotonic() - started:.1f} s, with compilation"
-            _say(f"{run.num_done} prompts, {run.num_ids} tokens in {spent}")
+            plural = "s" if run.num_done > 1 else ""
+            _say(f"{run.num_done} prompt{plural}, {run.num_ids} tokens in {spent}")
 
 
 def _say(text: str) -> None:
@@ -220,6 +243,8 @@ def _say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
+    if sys.stdout is None:  # started with a closed stdout
+        return 1
     try:
         _generate(sys.argv if arguments is None else ["generate", *arguments])
         sys.stdout.flush()
@@ -235,6 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read stdout has left. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _say(f"error: the output cannot be written: {error.strerror}")
         return 1
     return 0
 

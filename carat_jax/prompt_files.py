@@ -161,14 +161,25 @@ def _logprob(info: Any) -> dict[str, Any]:
     return {"logprob": info.logprob if math.isfinite(info.logprob) else None, "top": top}
 
 
+_SINKS = {".txt": TextSink, ".jsonl": JsonSink}
+
+
+def check_output(path: str | None) -> None:
+    """Refuses an output file of an unknown kind, and one that holds something already."""
+    if path is None:
+        return
+    if Path(path).suffix not in _SINKS:
+        raise ValueError(f"--output: {path}: must end in .txt or .jsonl")
+    if Path(path).is_file() and Path(path).stat().st_size:
+        raise ValueError(f"--output: {path}: holds something already; remove it or name another")
+
+
 def open_output(path: str | None) -> TextSink | JsonSink:
     """The sink for a .txt or .jsonl file, or for stdout."""
     if path is None:
         return TextSink(sys.stdout)
-    kind = {".txt": TextSink, ".jsonl": JsonSink}.get(Path(path).suffix)
-    if kind is None:
-        raise ValueError(f"--output: {path}: must end in .txt or .jsonl")
+    check_output(path)
     try:
-        return kind(open(path, "w", encoding="utf-8"))
+        return _SINKS[Path(path).suffix](open(path, "w", encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--output: {path}: cannot be written: {error.strerror}") from None

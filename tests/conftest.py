@@ -5,8 +5,10 @@ array floors are imported through jaxtyping's hook, so each annotated shape and 
 The floors above deal in plain Python values, whose wrong types they refuse themselves and in words.
 """
 
+import importlib.util
 import os
 
+import pytest
 from jaxtyping import install_import_hook
 
 import tests.typecheck  # noqa: F401  (the hook finds its checker among what is imported)
@@ -21,3 +23,12 @@ install_import_hook(
     ["pallas_kernels", *(f"carat_jax.{floor}" for floor in _ARRAY_FLOORS)],
     "tests.typecheck.checked",
 )
+
+
+def pytest_collection_modifyitems(items):
+    """Comparisons with transformers need the extra `parity`."""
+    if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
+        return
+    for item in items:
+        if item.get_closest_marker("parity"):
+            item.add_marker(pytest.mark.skip(reason="needs the extra `parity`"))

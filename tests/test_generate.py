@@ -130,7 +130,7 @@ def test_only_the_text_goes_to_stdout(run):
     code, out, err, loop = run("--prompt", "the", answers={"the": " thought"})
     assert (code, out) == (0, " thought\n")
     assert loop.prompts == ["the"]
-    assert "1 prompts, " in err
+    assert "1 prompt, " in err
     assert "sampling.top_k=64" in err
 
 
@@ -239,9 +239,26 @@ def test_text_output_file_holds_what_stdout_would(run, tmp_path):
     _, expected, _, _ = run(*arguments, answers=answers)
     code, out, _, _ = run(*arguments, f"--output={output}", answers=answers)
     assert (code, out, output.read_text(encoding="utf-8")) == (0, "", expected)
-    _, out, _, _ = run(*arguments, f"--output={output}", "--stream", answers=answers)
+    other = tmp_path / "streamed.txt"
+    _, out, _, _ = run(*arguments, f"--output={other}", "--stream", answers=answers)
     assert out == expected
-    assert output.read_text(encoding="utf-8") == expected
+    assert other.read_text(encoding="utf-8") == expected
+
+
+def test_a_file_that_holds_something_is_never_overwritten(run, tmp_path):
+    output = tmp_path / "precious.txt"
+    output.write_text("precious\n")
+    code, out, err, loop = run("--prompt=a", f"--output={output}", answers={"a": "x"})
+    assert (code, out, loop.prompts) == (2, "", [])
+    assert err.startswith("error: --output: ")
+    assert output.read_text() == "precious\n"
+
+
+def test_a_refusal_leaves_no_output_file_behind(run, tmp_path):
+    output = tmp_path / "out.txt"
+    code, _, _, _ = run("--prompt", "the " * 60, f"--output={output}", answers={})
+    assert code == 2
+    assert not output.exists()
 
 
 # ---- Ctrl-C ----
@@ -301,7 +318,7 @@ def refused(run, *arguments, **kwargs) -> str:
         (["--prompt=a", "--thinking"], ["--thinking", "--chat"]),
         (["--prompt=a", "--output=x.csv"], ["x.csv", ".txt or .jsonl"]),
         (["--prompt=a", "--output=absent/x.txt"], ["absent/x.txt", "cannot be written"]),
-        (["--prompt=a", "--stream", "--set=sampling.n=2"], ["--prompt 1", "2 samples"]),
+        (["--prompt=a", "--stream", "--set=sampling.n=2"], ["sampling.n", "2 samples"]),
         (
             ["--prompt=a", "--prompt=" + "xyz " * 20],
             ["--prompt 2: prompt: 81 tokens leave no room"],
@@ -439,7 +456,7 @@ def test_the_embedded_model_writes_from_the_command_line():
         "Once upon a time", temperature=0, max_tokens=12
     )
     assert out.rstrip("\n") == expected.text.rstrip("\n")
-    assert "1 prompts, " in err
+    assert "1 prompt, " in err
 
 
 @pytest.mark.skipif(not TINY.exists(), reason="the embedded model is not there")

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from carat_jax.array_types import Array, Bool, Float, Int, Lengths, UInt
 
-# A user's function on the logits `[R, V]` of tokens at `positions` `[R]`; pure and traceable.
+# A user's function on the float32 logits `[R, V]` of tokens at `positions` `[R]`, to logits of the
+# same shape and type; pure and traceable. Rows of slots that are not in use pass through it too.
 LogitsHook = Callable[[Array, Array], Array]
 
 # Below this a temperature is a request for the best token; the division would only lose digits.
@@ -88,10 +89,10 @@ def allowed_logits(
             state.seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits
         )
     if hook is not None:
-        shape = logits.shape
-        logits = hook(logits, positions)
-        if jnp.shape(logits) != shape:
-            raise ValueError(f"logits_hook: it made {jnp.shape(logits)} out of logits {shape}")
+        given = f"{logits.dtype}{list(logits.shape)}"
+        logits = jnp.asarray(hook(logits, positions))
+        if (made := f"{logits.dtype}{list(logits.shape)}") != given:
+            raise ValueError(f"logits_hook: it made {made} out of logits {given}")
     return logits + state.bias
 
 

@@ -16,12 +16,13 @@ from flax import nnx
 from tqdm import tqdm
 
 import carat_jax
+from carat_jax.cache.bank import CacheKinds, bank_bytes
 from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
 from carat_jax.decoding.sampling import LogitsHook
-from carat_jax.engine.drafting import open_drafter
+from carat_jax.engine.drafting import longest_draft, open_drafter
 from carat_jax.engine.engine import EngineLoop
 from carat_jax.engine.request import Delta, Request, Result, TokenInfo
-from carat_jax.engine.shapes import attention_options
+from carat_jax.engine.shapes import attention_options, max_context, size_text
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import FAMILIES, ModelConfig
 from carat_jax.model import checkpoint
@@ -46,7 +47,8 @@ def load(
     """Loads a model and makes an engine for it.
 
     Args:
-      model: "tiny", a folder, a hub name, or "random:31b" and the like; or all settings at once.
+      model: "tiny", a folder, a hub name, or "random:31b" and the like; or all settings at once, as
+        a YAML file, a `Config` or `Settings`.
       logits_hook: a pure function of logits `[R, V]` and of the positions `[R]` of the tokens they
         are for; it becomes part of the compiled sampler.
       **settings: any setting, as a section (`engine={"max_batch": 8}`) or by its dotted name.
@@ -58,7 +60,7 @@ def load(
         if settings:
             raise ValueError("load: give settings either as Settings or as keywords, not both")
         wanted = model
-    elif isinstance(model, Config):
+    elif isinstance(model, Config) or str(model).endswith((".yaml", ".yml")):
         wanted = read_settings(model, keywords=settings)
     else:
         if model is not None:
@@ -105,6 +107,9 @@ def _open(settings: Settings) -> tuple[Settings, Opened]:
             f"the model's vocabulary is {model.vocab_size}"
         )
     attention_options(config)
+    num_rows = longest_draft(config) + 1
+    kinds = CacheKinds(config.cache.local_layers, config.cache.global_layers)
+    bank_bytes(model, 1, max_context(config, model), num_rows, config.dtype, kinds)
     graph, specs = split(Gemma4(model, jnp.dtype(config.dtype)))
     if config.model.startswith("random:"):
         params = random_params(specs, _RANDOM_SEED)
@@ -125,6 +130,7 @@ class Engine:
     Everything is served by one loop: a `generate` called while a `stream` is half read moves both.
     Sampling parameters are those of the settings, replaced by `sampling` if given, then by
     keywords. After a failed, interrupted or abandoned call the next one runs as on a fresh engine.
+    One thread at a time: an engine has no locks.
     """
 
     def __init__(self, settings: Settings, opened: Opened, hook: LogitsHook | None = None):
@@ -232,7 +238,22 @@ class Engine:
 
     def describe(self) -> str:
         """What was chosen, in one line: device, attention, caches, compiled shapes."""
-        return self.loop.describe()
+        config, loop, stats = self.config, self.loop, self.stats()
+        attention, drafter = loop.options.attention, loop.drafter.name
+        stages = (
+            "fused" if attention.is_fused else f"three stages over {loop.rungs or 'exact'} keys"
+        )
+        if loop.options.simulate_acceptance is not None:
+            drafter += " (acceptance is simulated: the text means nothing)"
+        return (
+            f"device: {stats['device']}; local layers: {config.cache.local_layers}, "
+            f"global layers: {config.cache.global_layers}, {stages}, "
+            f"{'grouped' if attention.group_heads else 'single'} heads, impl {attention.impl}; "
+            f"drafter: {drafter}; {config.dtype} weights {size_text(stats['weight_bytes'])}, "
+            f"caches {size_text(stats['cache_bytes'])} for {loop.num_slots} x {loop.max_context} "
+            f"positions; prefill chunks {config.engine.prefill_chunks}, "
+            f"rounds of {loop.num_rows} rows"
+        )
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, sizes in bytes, compilations."""

@@ -60,6 +60,10 @@ def open_drafter(
       ValueError: there is no such drafter, or it does not fit the target.
     """
     kind, num_drafts = config.decode.drafter, longest_draft(config)
+    if config.decode.simulate_acceptance is not None and kind == "none":
+        raise ValueError(
+            "decode.simulate_acceptance: there is nothing to accept without decode.drafter"
+        )
     if config.decode.sample_drafts and kind not in ("assistant", "model"):
         raise ValueError(
             f"decode.sample_drafts: the drafts of {kind!r} are not drawn from a law; "

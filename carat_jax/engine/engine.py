@@ -16,7 +16,7 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.decoding.state import DecodeState, empty_state
 from carat_jax.decoding.steps import Drawn, SamplerKind, StepOptions, Steps, build_steps
 from carat_jax.engine.compile_counter import num_compilations
-from carat_jax.engine.counters import Counters
+from carat_jax.engine.counters import Acceptance, Counters
 from carat_jax.engine.draft_length import CHOICES, DraftLength
 from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.limits import Limits
@@ -43,7 +43,6 @@ from carat_jax.engine.shapes import (
     max_context,
     padded_row,
     plan_chunks,
-    size_text,
 )
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import ModelConfig
@@ -105,24 +104,24 @@ class EngineLoop:
             uniform_rows=config.decode.uniform_rows,
             simulate_acceptance=config.decode.simulate_acceptance,
         )
-        self._num_rows = max(self.drafter.num_drafts + 1, config.decode.uniform_rows)
+        self.num_rows = max(self.drafter.num_drafts + 1, config.decode.uniform_rows)
         steps = functools.partial(
             build_steps, graph, options=self.options, base_bias=jnp.asarray(base_bias), hook=hook
         )
         self._steps: Steps = steps(drafter=self.drafter)
-        self._rounds = {self.drafter.num_drafts: self._steps.round}
+        self._shorter_rounds: dict[int, Callable] = {}
         self._length: DraftLength | None = None
         if config.decode.draft_len == "auto" and self.drafter.num_drafts:
             self._length = DraftLength()
-            self._rounds |= {
-                m: steps(drafter=shortened(self.drafter, m)).round for m in CHOICES[:-1]
-            }
+            for m in CHOICES[:-1]:
+                self._shorter_rounds[m] = steps(drafter=shortened(self.drafter, m)).round
         self._last_round: tuple[int, float] | None = None
         self._scheduler = Scheduler(config.engine.max_batch, config.engine.max_queue)
         self._flights: deque[_Flight] = deque()
         self._is_busy = False
-        self._state: DecodeState = self._new_state()
-        self.counters = Counters(self.drafter.num_drafts)
+        self._state: DecodeState | None = self._new_state()
+        self._cache_bytes = sum(x.nbytes for x in jax.tree.leaves(self._state.bank.layers))
+        self.counters = Counters(Acceptance(self.drafter.num_drafts))
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -243,7 +242,7 @@ class EngineLoop:
         if self._length is not None:
             wanted = max(s.request.budget - s.num_dispatched for s in running.values())
             length = self._length.choose(most=wanted - 1)
-        step = self._rounds[length]
+        step = self._shorter_rounds.get(length, self._steps.round)
         self._state, drawn = step(self._params, self._state, kind, self._num_keys())
         for sample in running.values():
             sample.num_dispatched += 1
@@ -255,7 +254,7 @@ class EngineLoop:
             return None
         # A round in flight may commit all its rows.
         held = max(
-            len(sample.known_ids) + (sample.num_dispatched - len(sample.ids) + 1) * self._num_rows
+            len(sample.known_ids) + (sample.num_dispatched - len(sample.ids) + 1) * self.num_rows
             for sample in self._scheduler.running.values()
         )
         # What reaches past the context belongs to rows that will be dropped.
@@ -278,8 +277,8 @@ class EngineLoop:
             self.counters.generated_tokens += len(sample.ids) - before
             if flight.is_round:
                 counts = int(drawn.num[row]) - 1, int(drawn.num_drafts[row])
-                self.counters.count(*counts)
-                sample.request.counters.count(*counts)
+                self.counters.acceptance.count(*counts)
+                sample.request.acceptance.count(*counts)
                 if self._length is not None:
                     self._length.observe_drafts(*counts)
         self.counters.rounds += flight.is_round
@@ -344,10 +343,11 @@ class EngineLoop:
         ]
         # Only the three-stage path has rounds that depend on how many keys there are.
         held = (len(ids),) if self.options.attention.is_fused else self.rungs
-        for length, num_keys in itertools.product(self._rounds, held):
+        lengths = (*self._shorter_rounds, self.drafter.num_drafts)
+        for length, num_keys in itertools.product(lengths, held):
             if self._length is not None:
                 self._length = DraftLength((length,))
-            ids = [self.tokenizer.bos_id] * min(max(1, num_keys - self._num_rows), longest)
+            ids = [self.tokenizer.bos_id] * min(max(1, num_keys - self.num_rows), longest)
             for kind in (*kinds, {"repetition_penalty": 1.1}):
                 self.run([self.submit(ids, sampling_from(params, **kind))])
         if self._length is not None:
@@ -363,22 +363,6 @@ class EngineLoop:
         while not all(request.is_finished for request in requests):
             self.step()
 
-    def describe(self) -> str:
-        """One line: device, attention, caches and the shapes that are compiled."""
-        config, attention, stats = self.config, self.options.attention, self.stats()
-        stages = (
-            "fused" if attention.is_fused else f"three stages over {self.rungs or 'exact'} keys"
-        )
-        heads = "grouped" if attention.group_heads else "single"
-        return (
-            f"device: {stats['device']}; local layers: {config.cache.local_layers}, "
-            f"global layers: {config.cache.global_layers}, {stages}, {heads} heads, "
-            f"impl {attention.impl}; drafter: {self.drafter.name}; {config.dtype} weights "
-            f"{size_text(stats['weight_bytes'])}, caches {size_text(stats['cache_bytes'])} for "
-            f"{self.num_slots} x {self.max_context} positions; prefill chunks "
-            f"{config.engine.prefill_chunks}, rounds of {self._num_rows} rows"
-        )
-
     def stats(self) -> dict[str, Any]:
         """Counters and sizes."""
         return {
@@ -387,7 +371,7 @@ class EngineLoop:
             "running": len(self._scheduler.running),
             "compilations": num_compilations(),
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)),
-            "cache_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.bank.layers)),
+            "cache_bytes": self._cache_bytes,
             "device": str(jax.devices()[0].device_kind),
         }
 
@@ -397,7 +381,7 @@ class EngineLoop:
             self.model,
             self.num_slots,
             self.max_context,
-            self._num_rows,
+            self.num_rows,
             dtype,
             banks.CacheKinds(
                 self.config.cache.local_layers,
@@ -405,7 +389,7 @@ class EngineLoop:
                 block=self.options.attention.ring_block,
             ),
         )
-        draft = self._drafting.new_state(self.num_slots, self.max_context, self._num_rows)
+        draft = self._drafting.new_state(self.num_slots, self.max_context, self.num_rows)
         return empty_state(bank, self.model, self.max_context, dtype, draft)
 
     @contextlib.contextmanager
@@ -413,11 +397,13 @@ class EngineLoop:
         """Leaves a usable state behind whatever happens inside, Ctrl-C included."""
         self._is_busy = True
         try:
+            if self._state is None:
+                self._state = self._new_state()
             yield
         except BaseException:
+            # Built anew when it is next needed: a second Ctrl-C finds nothing slow to interrupt.
+            self._state = None
             self._flights.clear()
-            self._state = None  # what is left of it must not double the memory
-            self._state = self._new_state()
             self._scheduler.restart()
             self.counters.restarts += 1
             raise

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from carat_jax.config import SamplingParams
-from carat_jax.engine.counters import Counters
+from carat_jax.engine.counters import Acceptance
 from carat_jax.engine.text_stream import Split, TextStream, ThoughtSplitter
 from carat_jax.engine.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ class Result:
     prompt_ids: tuple[int, ...]
     outputs: tuple[Completion, ...]
     timings: Timings
-    counters: Counters
+    acceptance: Acceptance
 
     @property
     def text(self) -> str:
@@ -229,7 +229,7 @@ class Request:
       end_ids: ids that end a sample.
       tokenizer: for the text of the answers.
       is_chat: split the answer into thought and text.
-      num_places: drafts a round verifies, for the counters.
+      num_places: drafts a round verifies, for the count of those accepted.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Request:
         self.prompt_ids, self.params, self.seed = tuple(prompt_ids), params, seed
         self.budget, self.end_ids = budget, end_ids
         self._tokenizer, self._is_chat = tokenizer, is_chat
-        self.counters = Counters(num_places)
+        self.acceptance = Acceptance(num_places)
         self.submit_time = time.perf_counter()
         self.start_time: float | None = None
         self.first_token_time: float | None = None
@@ -280,7 +280,7 @@ class Request:
         return Result(
             prompt_ids=self.prompt_ids,
             outputs=tuple(sample.completion() for sample in self.samples),
-            counters=self.counters,
+            acceptance=self.acceptance,
             timings=Timings(
                 queue=start - self.submit_time,
                 prefill=first - start,

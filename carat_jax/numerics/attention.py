@@ -40,7 +40,7 @@ _MAX_SCORES = 2**28
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """How attention is computed, static: every choice is another executable, none another result.
+    """How attention is computed, static: each choice is another executable, the same sum rounded.
 
     Attributes:
       impl: "xla", or "triton" / "interpret" for the Pallas kernels.
@@ -187,7 +187,7 @@ def linear_positions(ends: Lengths, capacity: int) -> Int[Array, "B S"]:
 def visible(
     query_pos: Positions, key_pos: Int[Array, "B S"], window: int | None
 ) -> Bool[Array, "B T S"]:
-    """Which key each query may see. The only place this rule is written."""
+    """Which key each query may see: the rule, for all that is plain JAX."""
     distance = query_pos[:, :, None] - key_pos[:, None, :]
     seen = (distance >= 0) & (key_pos[:, None, :] >= 0)
     return seen if window is None else seen & (distance < window)

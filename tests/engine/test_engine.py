@@ -541,9 +541,13 @@ def test_a_context_of_two_answers_bos_with_one_token():
 
 
 def test_a_hook_that_changes_the_shape_of_logits_is_refused():
-    for hook in (lambda logits, _: logits[:, :5], lambda logits, _: logits[:, :1]):
+    for hook in (
+        lambda logits, _: logits[:, :5],
+        lambda logits, _: logits[0],
+        lambda logits, _: logits.astype(jnp.bfloat16),
+    ):
         small = make_engine(hook=hook, max_batch=1, prefill_chunks=[4], max_context=4)
-        with pytest.raises(ValueError, match=r"logits_hook: .*\(1, 393\)"):
+        with pytest.raises(ValueError, match=r"logits_hook: .*float32\[1, 393\]"):
             small.generate("")
 
 

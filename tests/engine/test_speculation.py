@@ -121,7 +121,9 @@ def test_every_pattern_of_acceptance_gives_the_plain_ids(num_drafts):
         assert result.ids == plain(length).ids
         # and the counters say what the script did
         if len(right) == 1 and right[0] < num_drafts:
-            assert sum(result.counters.accepted[right[0] :]) <= 2  # wrong ids may be right by luck
+            assert (
+                sum(result.acceptance.accepted[right[0] :]) <= 2
+            )  # wrong ids may be right by luck
     # and a fully right script needs no more passes than it must
     set_script(engine, [[*prompt(12), *plain(12).ids]], [num_drafts])
     before = engine.counters.rounds
@@ -177,7 +179,7 @@ def test_sampled_ids_and_logprobs_are_those_of_plain_sampling(penalty):
     set_script(engine, [[*prompt(12), *want.ids]], [3, 1, 0, 4, 2])
     got = run(engine, [prompt(12)], params)[0]
     assert got.ids == want.ids
-    assert max(sum(got.counters.accepted), 1) > 20
+    assert max(sum(got.acceptance.accepted), 1) > 20
     for ours, theirs in zip(got.logprobs, want.logprobs, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
@@ -232,7 +234,7 @@ def test_looking_up_gives_the_plain_ids_on_a_text_that_repeats():
     want = run(loop(NoDrafter()), [ids], sampling_from(GREEDY, max_tokens=40))[0]
     got = run(loop(NgramDrafter(4)), [ids], sampling_from(GREEDY, max_tokens=40))[0]
     assert got.ids == want.ids
-    assert got.counters.drafted[0] > 0
+    assert got.acceptance.drafted[0] > 0
 
 
 def test_a_chosen_draft_length_gives_the_plain_ids_and_compiles_nothing_later():
@@ -253,7 +255,7 @@ def test_suppressed_tokens_are_neither_emitted_nor_accepted():
     got = run(engine, [prompt(12)], params)[0]
     assert not set(SUPPRESSED) & set(got.ids)
     assert got.ids == plain(12).ids
-    assert sum(got.counters.accepted) == 0
+    assert sum(got.acceptance.accepted) == 0
 
 
 def test_uniform_rows_make_bfloat16_logits_equal_bit_for_bit():
@@ -281,4 +283,4 @@ def test_uniform_rows_make_bfloat16_logits_equal_bit_for_bit():
         for got, want in zip(other, told[0], strict=True):
             assert got.ids == want.ids
             assert got.logprobs == want.logprobs
-    assert sum(told[1][0].counters.accepted) > 20
+    assert sum(told[1][0].acceptance.accepted) > 20

@@ -93,4 +93,4 @@ def test_uniform_rows_are_bit_identical_on_the_gpu():
     for plain, drafted in zip(*told, strict=True):
         assert drafted.ids == plain.ids
         assert drafted.logprobs == plain.logprobs
-    assert sum(told[1][1].counters.accepted) > 0
+    assert sum(told[1][1].acceptance.accepted) > 0
