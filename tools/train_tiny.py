@@ -161,18 +161,32 @@ def loaded_params(specs, folder: Path):
 
 def train(flags: argparse.Namespace, config):
     """Runs the training loop; returns the parameters."""
+    feed = batches(str(TINY), flags.batch, flags.length + 1, flags.seed, flags.workers)
+    loss, specs = make_loss(config)
+    params = loaded_params(specs, flags.init) if flags.init else initial_params(specs, flags.seed)
+    return optimise(loss, params, feed, flags, decay=0.05, warmup=200), specs
+
+
+def optimise(loss, params, feed, flags: argparse.Namespace, *, decay: float, warmup: int):
+    """Adam with a cosine schedule over `flags.steps` steps, or as many as `flags.minutes` allow.
+
+    Args:
+      loss: of (params, rows).
+      params: to start from; donated.
+      feed: gives rows of token ids.
+      flags: steps, minutes and the peak rate.
+      decay: weight decay of matrices.
+      warmup: steps until the peak rate.
+    """
     import jax
     import jax.numpy as jnp
     import optax
 
-    feed = batches(str(TINY), flags.batch, flags.length + 1, flags.seed, flags.workers)
-    loss, specs = make_loss(config)
-    params = loaded_params(specs, flags.init) if flags.init else initial_params(specs, flags.seed)
     print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters", flush=True)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(b1=0.9, b2=0.98),
-        optax.add_decayed_weights(0.05, mask=jax.tree.map(lambda x: x.ndim > 1, params)),
+        optax.add_decayed_weights(decay, mask=jax.tree.map(lambda x: x.ndim > 1, params)),
     )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -181,14 +195,16 @@ def train(flags: argparse.Namespace, config):
         updates, state = optimizer.update(grads, state, params)
         return jax.tree.map(lambda p, u: p - rate * u, params, updates), state, value
 
-    state, began, num_steps, warmup = optimizer.init(params), time.time(), flags.steps, 200
+    # The first steps compile; the ones until `timed` tell how many the minutes allow.
+    first, timed = 5, 105
+    state, began, num_steps = optimizer.init(params), time.time(), flags.steps
     for index, rows in enumerate(feed):
-        if index == 5:
+        if index == first:
             jax.block_until_ready(params)
             began = time.time()
-        if index == 105 and num_steps is None:
+        if index == timed and num_steps is None:
             jax.block_until_ready(params)
-            each = (time.time() - began) / 100
+            each = (time.time() - began) / (timed - first)
             num_steps = index + int((flags.minutes * 60 - (time.time() - began)) / each)
             print(f"{each * 1e3:.1f} ms a step: --steps {num_steps}", flush=True)
         if index == num_steps:
@@ -196,10 +212,10 @@ def train(flags: argparse.Namespace, config):
         progress = index / num_steps if num_steps else 0.0
         rate = flags.rate * min(1.0, (index + 1) / warmup) * 0.5 * (1 + np.cos(np.pi * progress))
         params, state, value = step(params, state, jnp.asarray(rows), np.float32(rate))
-        if index % 200 == 0:
+        if index % 100 == 0:
             print(f"{index:6d} {time.time() - began:6.1f} s  loss {float(value):.4f}", flush=True)
     print(f"last loss {float(value):.4f} after {time.time() - began:.0f} s", flush=True)
-    return params, specs
+    return params
 
 
 def checkpoint_tensors(params, specs) -> dict[str, np.ndarray]:

@@ -10,10 +10,8 @@ at each step, weighted by how sure the target is, because that is what a draft m
 """
 
 import argparse
-import functools
 import json
 import multiprocessing
-import time
 from pathlib import Path
 
 import jax
@@ -37,6 +35,7 @@ from tools.train_tiny import (
     checkpoint_tensors,
     hf_config,
     initial_params,
+    optimise,
 )
 
 _BFLOAT16 = jnp.dtype("bfloat16")
@@ -141,46 +140,15 @@ def initial(specs, target_params, config: AssistantConfig, seed: int):
 
 def train(flags: argparse.Namespace, config: AssistantConfig):
     """Runs the training loop; returns the parameters and their specs."""
-    import optax
-
     feed = batches(str(TINY), flags.batch, flags.length, flags.seed, flags.workers)
     target_params = load_params(TINY, split(Gemma4(FAMILIES["tiny"], _BFLOAT16))[1])
     loss, specs = make_loss(config, flags.num_drafts)
     params = initial(specs, target_params, config, flags.seed)
-    print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters", flush=True)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.scale_by_adam(b1=0.9, b2=0.98),
-        optax.add_decayed_weights(0.02, mask=jax.tree.map(lambda x: x.ndim > 1, params)),
-    )
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, target_params, rows, rate):
-        value, grads = jax.value_and_grad(loss)(params, target_params, rows.astype(jnp.int32))
-        updates, state = optimizer.update(grads, state, params)
-        return jax.tree.map(lambda p, u: p - rate * u, params, updates), state, value
+    def loss_of(params, rows):
+        return loss(params, target_params, rows)
 
-    state, began, num_steps, warmup = optimizer.init(params), time.time(), flags.steps, 100
-    for index, rows in enumerate(feed):
-        if index == 5:
-            jax.block_until_ready(params)
-            began = time.time()
-        if index == 55 and num_steps is None:
-            jax.block_until_ready(params)
-            each = (time.time() - began) / 50
-            num_steps = index + int((flags.minutes * 60 - (time.time() - began)) / each)
-            print(f"{each * 1e3:.1f} ms a step: --steps {num_steps}", flush=True)
-        if index == num_steps:
-            break
-        progress = index / num_steps if num_steps else 0.0
-        rate = flags.rate * min(1.0, (index + 1) / warmup) * 0.5 * (1 + np.cos(np.pi * progress))
-        params, state, value = step(
-            params, state, target_params, jnp.asarray(rows), np.float32(rate)
-        )
-        if index % 100 == 0:
-            print(f"{index:6d} {time.time() - began:6.1f} s  loss {float(value):.4f}", flush=True)
-    print(f"last loss {float(value):.4f} after {time.time() - began:.0f} s", flush=True)
-    return params, specs
+    return optimise(loss_of, params, feed, flags, decay=0.02, warmup=100), specs
 
 
 def assistant_config_json(config: AssistantConfig) -> dict:
