@@ -1,10 +1,10 @@
 """Who runs in which slot: first come, first served, without jax.
 
-The samples of one prompt that can start together form one admission, so that their prompt is
-prefilled once and copied.
+The samples of one prompt form one admission, so that their prompt is prefilled once and copied.
 """
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Iterable
 
@@ -23,6 +23,7 @@ class Scheduler:
     """A bounded queue in front of a fixed number of slots."""
 
     def __init__(self, num_slots: int, max_queue: int):
+        self._num_slots = num_slots
         self._free = list(reversed(range(num_slots)))
         self._max_queue = max_queue
         self._waiting: deque[Sample] = deque()
@@ -57,20 +58,27 @@ class Scheduler:
         self._waiting.extend(samples)
 
     def admit(self) -> Admission | None:
-        """Takes the next samples that can start, or None."""
-        if not self._waiting or not self._free:
+        """Takes the next samples that can start, or None.
+
+        The waiting samples of one prompt start together: they wait for enough free slots, or for
+        all slots if they are more than that.
+        """
+        group = self._next_group()
+        if not group or len(self._free) < len(group):
             return None
-        samples = [self._waiting.popleft()]
-        while (
-            self._waiting
-            and len(samples) < len(self._free)
-            and self._waiting[0].request is samples[0].request
-            and self._waiting[0].ids == samples[0].ids
-        ):
-            samples.append(self._waiting.popleft())
-        slots = tuple(self._free.pop() for _ in samples)
-        self.running.update(zip(slots, samples, strict=True))
-        return Admission(tuple(samples), slots)
+        for _ in group:
+            self._waiting.popleft()
+        slots = tuple(self._free.pop() for _ in group)
+        self.running.update(zip(slots, group, strict=True))
+        return Admission(group, slots)
+
+    def _next_group(self) -> tuple[Sample, ...]:
+        first = self._waiting[0] if self._waiting else None
+        same = itertools.takewhile(
+            lambda sample: sample.request is first.request and sample.ids == first.ids,
+            self._waiting,
+        )
+        return tuple(itertools.islice(same, self._num_slots))
 
     def drop_finished(self) -> None:
         """Forgets cancelled samples that were still waiting."""

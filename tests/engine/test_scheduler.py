@@ -51,6 +51,18 @@ def test_samples_of_a_request_start_together_as_far_as_slots_go():
     assert scheduler.admit().samples == tuple(other)
 
 
+def test_samples_of_a_request_wait_for_slots_enough_for_all_of_them():
+    scheduler = Scheduler(num_slots=4, max_queue=8)
+    first, second = samples_of("a", 3), samples_of("b", 3)
+    scheduler.submit([*first, *second])
+    running = scheduler.admit()
+    assert scheduler.admit() is None  # one slot is free, and a prefill for one of three is waste
+    scheduler.release(running.slots[0])
+    assert scheduler.admit() is None
+    scheduler.release(running.slots[1])
+    assert scheduler.admit().samples == tuple(second)
+
+
 def test_samples_that_continue_from_different_ids_do_not_share_a_prefill():
     scheduler = Scheduler(num_slots=4, max_queue=8)
     fresh, begun = samples_of("a", 2), samples_of("a", ids=[7])
