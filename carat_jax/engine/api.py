@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import nnx
 from tqdm import tqdm
 
-import carat_jax
 from carat_jax.cache.bank import CacheKinds, bank_bytes
 from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
 from carat_jax.decoding.sampling import LogitsHook
@@ -33,7 +32,7 @@ from carat_jax.model.params import random_params, split
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
-_TINY = Path(carat_jax.__file__).parent / "tiny"
+
 # Seed of the weights of `random:SIZE`.
 _RANDOM_SEED = 0
 
@@ -77,7 +76,7 @@ def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
     name = settings.build().model
     if name.startswith("random:"):
         # Random weights have no vocabulary of their own: `tiny`'s ids drive a model of any size.
-        return _TINY, FAMILIES[name.removeprefix("random:")], settings
+        return checkpoint.TINY, FAMILIES[name.removeprefix("random:")], settings
     folder = checkpoint.find_checkpoint(name)
     model, _ = checkpoint.read_config(folder)
     where = f"{folder / 'generation_config.json'}"
