@@ -74,9 +74,11 @@ class PagedCache:
         before = self.view(starts, slots, window)
         return written, chunk_view(before, k, v, starts, num_valid)
 
-    def view(self, ends: Lengths, slots: Slots | None, num_recent: int) -> LinearView:
-        """Gathers the pages that hold the last `num_recent` of `ends` positions."""
-        num_pages = min(-(-num_recent // PAGE) + 1, self.table.shape[1])
+    def view(self, ends: Lengths, slots: Slots | None, num_recent: int | None = None) -> LinearView:
+        """Gathers the pages that hold the last `num_recent` of `ends` positions; None is all."""
+        num_pages = self.table.shape[1]
+        if num_recent is not None:
+            num_pages = min(-(-num_recent // PAGE) + 1, num_pages)
         last = jnp.maximum(ends - 1, 0) // PAGE
         first = jnp.maximum(last - num_pages + 1, 0)
         logical = first[:, None] + jnp.arange(num_pages)

@@ -60,11 +60,20 @@ def test_a_burst_after_a_verified_block_sees_only_the_accepted_rows(target_name,
     drafter.check(drafter.draft(bank, [ids[-1] for ids in texts], hidden), texts)
 
 
-def test_values_that_carry_keys_give_the_same_drafts():
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        CacheKinds(global_layers="v_rot"),
+        CacheKinds(local_layers="paged"),
+        CacheKinds(local_layers="full"),
+    ],
+    ids=["v_rot", "paged", "full"],
+)
+def test_every_kind_of_cache_gives_the_same_drafts(kinds):
     drafter = pair()
     texts = texts_of(LENGTHS)
     keys, bonus = split_bonus(texts)
-    drafter.check(drafter.burst_after(keys, bonus, CacheKinds(global_layers="v_rot")), texts)
+    drafter.check(drafter.burst_after(keys, bonus, kinds), texts)
 
 
 @pytest.mark.parametrize("ordering", ["", "random"])
