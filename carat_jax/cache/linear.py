@@ -8,10 +8,9 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from carat_jax.array_types import CacheRows, Keys, Lengths, Slots, Values
-from carat_jax.cache.rows import of_slots, write_rows
+from carat_jax.cache.rows import append_rows, of_slots
 from carat_jax.numerics.attention import LinearView, linear_positions
 
 
@@ -42,11 +41,9 @@ class LinearCache:
         A row at or past the capacity is not written: nothing is ever shifted to make it fit.
         """
         del window
-        position = starts[:, None] + jnp.arange(k.shape[1])
-        lands = jnp.arange(k.shape[1]) < num_valid[:, None]
         written = LinearCache(
-            write_rows(self.k, k, position, lands, slots),
-            write_rows(self.v, v, position, lands, slots),
+            append_rows(self.k, k, starts, num_valid, slots),
+            append_rows(self.v, v, starts, num_valid, slots),
         )
         return written, written.view(starts + num_valid, slots)
 

@@ -29,3 +29,15 @@ def write_rows(
     index = jnp.where(lands & (index < capacity), index, beyond)
     slots = jnp.arange(num_slots) if slots is None else slots
     return cache.at[slots[:, None], :, index].set(rows, mode="drop", unique_indices=True)
+
+
+def append_rows(
+    cache: CacheRows,
+    rows: Float[Array, "b T K H"],
+    starts: Slots,
+    num_valid: Slots,
+    slots: Slots | None,
+) -> CacheRows:
+    """Puts the first `num_valid` of T rows at positions `starts + t` of a cache without turns."""
+    row = jnp.arange(rows.shape[1])
+    return write_rows(cache, rows, starts[:, None] + row, row < num_valid[:, None], slots)

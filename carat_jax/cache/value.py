@@ -10,10 +10,9 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from carat_jax.array_types import Array, CacheRows, Float, Keys, Lengths, Slots, Values
-from carat_jax.cache.rows import of_slots, write_rows
+from carat_jax.cache.rows import append_rows, of_slots
 from carat_jax.numerics.attention import RotatedView, linear_positions, rotated_part
 
 
@@ -41,12 +40,10 @@ class ValueCache:
     ) -> tuple["ValueCache", RotatedView]:
         """Appends rows at positions `starts + t`; as `LinearCache.extend`."""
         del window
-        position = starts[:, None] + jnp.arange(k.shape[1])
-        lands = jnp.arange(k.shape[1]) < num_valid[:, None]
         k_rot = rotated_part(k, self.k_rot.shape[-1])
         written = ValueCache(
-            write_rows(self.v, v, position, lands, slots),
-            write_rows(self.k_rot, k_rot, position, lands, slots),
+            append_rows(self.v, v, starts, num_valid, slots),
+            append_rows(self.k_rot, k_rot, starts, num_valid, slots),
         )
         return written, written.view(starts + num_valid, slots)
 
