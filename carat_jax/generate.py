@@ -10,12 +10,13 @@ with any sampling parameter ("temperature": 0.2), "tools", and an "id" that is p
 In any other file each line that is not blank is a prompt.
 """
 
+import functools
 import logging
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -65,14 +66,14 @@ class Run:
 
     Args:
       engine: from `carat_jax.load`.
+      new_sink: opens what takes finished results; None if streaming shows them already.
       thinking: whether chat models think first.
       stream: write to stdout while generating, one prompt at a time.
     """
 
-    def __init__(self, engine: Any, thinking: bool, stream: bool):
-        self._engine = engine
-        # Takes finished results; None if streaming shows them already.
-        self.sink: TextSink | JsonSink | None = None
+    def __init__(self, engine: Any, new_sink: Callable | None, thinking: bool, stream: bool):
+        self._engine, self._new_sink = engine, new_sink
+        self._sink: TextSink | JsonSink | None = None
         self._thinking, self._stream = thinking, stream
         self.num_done = self.num_ids = 0
 
@@ -99,6 +100,9 @@ class Run:
         """
         loop = self._engine.loop
         waiting = deque((job, *self.prepare(job)) for job in jobs)
+        # Only now: no refusal leaves an empty file behind.
+        if self._sink is None and self._new_sink is not None:
+            self._sink = self._new_sink()
         running: dict[int, Any] = {}
         results: dict[int, Any] = {}
         bar = tqdm(total=len(jobs), unit="prompt", disable=self._stream or None, leave=False)
@@ -123,6 +127,11 @@ class Run:
                     self._finish(jobs[index], request)
         return [results[i] for i in range(len(jobs))]
 
+    def close(self) -> None:
+        """Writes what the sink still holds back."""
+        if self._sink is not None:
+            self._sink.close()
+
     def _may_start(self, num_samples: int, is_running: bool) -> bool:
         if self._stream:
             return not is_running
@@ -132,8 +141,8 @@ class Run:
         result = request.result()
         self.num_done += 1
         self.num_ids += result.num_generated
-        if self.sink is not None:
-            self.sink.write(job, result)
+        if self._sink is not None:
+            self._sink.write(job, result)
         return result
 
 
@@ -220,17 +229,14 @@ def _generate(arguments: Sequence[str]) -> None:
     _say(engine.describe())
     _say(f"loaded in {time.monotonic() - started:.1f} s; --print_config shows where each is from:")
     _say(", ".join(f"{k}={v}" for k, v, origin in engine.settings.items() if origin != "built-in"))
-    run = Run(engine, options.thinking, stream)
-    for job in jobs:
-        run.prepare(job)
-    # Opened last: no refusal leaves an empty file behind.
-    run.sink = None if stream and options.output is None else open_output(options.output)
+    has_sink = options.output is not None or not stream
+    new_sink = functools.partial(open_output, options.output) if has_sink else None
+    run = Run(engine, new_sink, options.thinking, stream)
     started = time.monotonic()
     try:
         run.serve(jobs) if jobs else converse(run)
     finally:
-        if run.sink is not None:
-            run.sink.close()
+        run.close()
         if run.num_done:
             spent = f"{time.monotonic() - started:.1f} s, with compilation"
             plural = "s" if run.num_done > 1 else ""

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from carat_jax.cache.bank import CacheKinds, bank_bytes
 from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
 from carat_jax.decoding.sampling import LogitsHook
-from carat_jax.engine.drafting import longest_draft, open_drafter
+from carat_jax.engine.drafting import Drafting, open_drafter
 from carat_jax.engine.engine import EngineLoop
 from carat_jax.engine.request import Delta, Request, Result, TokenInfo
 from carat_jax.engine.shapes import attention_options, max_context, size_text
@@ -95,8 +95,8 @@ class Opened:
     tokenizer: Tokenizer
 
 
-def _open(settings: Settings) -> tuple[Settings, Opened]:
-    """Finds and reads what `settings.model` names; weights last, after everything is checked."""
+def _open(settings: Settings) -> tuple[Settings, Opened, Drafting]:
+    """Finds and reads what `settings.model` names; its weights last, after all else is checked."""
     folder, model, settings = locate(settings)
     config = settings.build()
     tokenizer = Tokenizer.from_folder(folder)
@@ -105,8 +105,8 @@ def _open(settings: Settings) -> tuple[Settings, Opened]:
             f"{folder}: tokenizer.json has {tokenizer.vocab_size} tokens, "
             f"the model's vocabulary is {model.vocab_size}"
         )
-    attention_options(config)
-    num_rows = longest_draft(config) + 1
+    drafting = open_drafter(config, model, folder, attention_options(config))
+    num_rows = drafting.drafter.num_drafts + 1
     kinds = CacheKinds(config.cache.local_layers, config.cache.global_layers)
     bank_bytes(model, 1, max_context(config, model), num_rows, config.dtype, kinds)
     graph, specs = split(Gemma4(model, jnp.dtype(config.dtype)))
@@ -114,13 +114,7 @@ def _open(settings: Settings) -> tuple[Settings, Opened]:
         params = random_params(specs, _RANDOM_SEED)
     else:
         params = checkpoint.load_params(folder, specs)
-    return settings, Opened(folder, model, graph, params, tokenizer)
-
-
-def _loop(settings: Settings, opened: Opened, hook: LogitsHook | None) -> EngineLoop:
-    config, model = settings.build(), opened.model
-    drafting = open_drafter(config, model, opened.folder, attention_options(config))
-    return EngineLoop(config, model, opened.graph, opened.params, opened.tokenizer, hook, drafting)
+    return settings, Opened(folder, model, graph, params, tokenizer), drafting
 
 
 class Engine:
@@ -132,10 +126,18 @@ class Engine:
     One thread at a time: an engine has no locks.
     """
 
-    def __init__(self, settings: Settings, opened: Opened, hook: LogitsHook | None = None):
+    def __init__(
+        self,
+        settings: Settings,
+        opened: Opened,
+        drafting: Drafting,
+        hook: LogitsHook | None = None,
+    ):
         self.settings, self._opened, self._hook = settings, opened, hook
-        self.loop = loop = _loop(settings, opened, hook)
-        self.config, self.model, self.tokenizer = loop.config, loop.model, loop.tokenizer
+        self.config, self.model, self.tokenizer = settings.build(), opened.model, opened.tokenizer
+        self.loop = EngineLoop(
+            self.config, self.model, opened.graph, opened.params, self.tokenizer, hook, drafting
+        )
 
     def variant(self, **settings: Any) -> "Engine":
         """Another engine on the same weights: one idea toggled, `cache={"local_layers": "full"}`.
@@ -148,7 +150,11 @@ class Engine:
             if key in changed:
                 raise ValueError(f"variant: {key} needs other weights; use load")
         given = {**self.settings.given, **changed}
-        return Engine(dataclasses.replace(self.settings, given=given), self._opened, self._hook)
+        chosen, opened = dataclasses.replace(self.settings, given=given), self._opened
+        config = chosen.build()
+        options = attention_options(config)
+        drafting = open_drafter(config, opened.model, opened.folder, options)
+        return Engine(chosen, opened, drafting, self._hook)
 
     def generate(
         self,

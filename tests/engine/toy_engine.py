@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from carat_jax.config import read_settings
+from carat_jax.decoding.drafters import NoDrafter
 from carat_jax.engine.api import Engine, Opened
+from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.request import Result
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.model.gemma4 import Gemma4
@@ -65,7 +67,7 @@ def make_engine(hook=None, **settings) -> Engine:
     sections = {"sampling": {"max_tokens": 16, "temperature": 0.0}, "engine": settings}
     chosen = read_settings(keywords={"dtype": "float32", **sections})
     opened = Opened(Path(), model.config, graph, model.params["target"], tokenizer())
-    return Engine(chosen, opened, hook)
+    return Engine(chosen, opened, Drafting(NoDrafter()), hook)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
