@@ -8,25 +8,16 @@ alternate; medians. JSON lines go to `--output`.
     python -m carat_jax.bench.rounds --config configs/random-31b.yaml --context 6000 --batches 1,8
 """
 
-import concurrent.futures
-import dataclasses
-import itertools
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
 import carat_jax
+from carat_jax.bench import device_steps
 from carat_jax.bench.measure import Records, read_bandwidth
 from carat_jax.config import read_settings
-from carat_jax.decoding.steps import SamplerKind
-from carat_jax.engine.engine import EngineLoop
 
 _CONFIG = flags.DEFINE_string("config", None, "YAML settings.")
 _SET = flags.DEFINE_multi_string("set", [], "key=value; repeatable.")
@@ -38,67 +29,10 @@ _OUTPUT = flags.DEFINE_string("output", None, "File that JSON lines are appended
 _COMMIT = flags.DEFINE_string("commit", None, "Commit of the code, where there is no git.")
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps queued between two readings of the clock.")
 
-_GREEDY = SamplerKind(draws=False, logprobs=False)
-
-
-def _fill(loop: EngineLoop, context: int) -> None:
-    """Caches of random rows that hold `context` positions in every slot, all decoding."""
-    state = loop._state
-    key = jax.random.key(0)
-    leaves, tree = jax.tree.flatten(state.bank.layers)
-
-    @jax.jit(donate_argnums=0)
-    def noise(leaf: jax.Array, key: jax.Array) -> jax.Array:
-        is_table = jnp.issubdtype(leaf.dtype, jnp.integer)
-        return leaf if is_table else jax.random.normal(key, leaf.shape, leaf.dtype) * 0.5
-
-    layers = [noise(leaf, jax.random.fold_in(key, i)) for i, leaf in enumerate(leaves)]
-    lengths = jnp.full(loop.num_slots, context, jnp.int32)
-    bank = dataclasses.replace(state.bank, layers=jax.tree.unflatten(tree, layers), lengths=lengths)
-    loop._state = dataclasses.replace(state, bank=bank, is_active=jnp.ones(loop.num_slots, bool))
-
-
-class _Step:
-    """One executable of an engine with its state, called over and over."""
-
-    def __init__(self, lowered: Any, call: Callable[[Any, Any], Any]):
-        self.lowered, self.call, self.compiled = lowered, call, None
-
-    def queue(self, count: int) -> float:
-        """Seconds a call."""
-        start = time.perf_counter()
-        for _ in range(count):
-            out = self.call(self.compiled)
-        jax.block_until_ready(out)
-        return (time.perf_counter() - start) / count
-
-
-def _round(loop: EngineLoop) -> _Step:
-    lowered = loop._steps.round.lower(loop._params, loop._state, _GREEDY, None)
-
-    def call(compiled: Any) -> Any:
-        loop._state, drawn = compiled(loop._params, loop._state)
-        return drawn.tokens
-
-    return _Step(lowered, call)
-
-
-def _verify(loop: EngineLoop, num_rows: int) -> _Step:
-    tokens = np.ones((loop.num_slots, num_rows), np.int32)
-    num_valid = np.full(loop.num_slots, num_rows, np.int32)
-    lowered = loop._steps.verify.lower(loop._params, loop._state.bank, tokens, num_valid)
-
-    def call(compiled: Any) -> Any:
-        bank, hidden, _ = compiled(loop._params, loop._state.bank, tokens, num_valid)
-        loop._state = dataclasses.replace(loop._state, bank=bank)
-        return hidden
-
-    return _Step(lowered, call)
-
 
 def _device_rows(engine: carat_jax.Engine, batch: int, records: Records) -> dict[str, float]:
     """Times the steps of one batch size; seconds by name."""
-    sizes = {"max_batch": batch, "max_context": _CONTEXT.value + 2048}
+    sizes = {"max_batch": batch, "max_context": _CONTEXT.value + device_steps.ROOM}
     base = engine.variant(engine=sizes, decode={"drafter": "none"})
     drafted = base.variant(
         decode={
@@ -107,28 +41,17 @@ def _device_rows(engine: carat_jax.Engine, batch: int, records: Records) -> dict
             "simulate_acceptance": (_DRAFT_LEN.value + 2) / 2,
         }
     )
-    for made in (base, drafted):
-        _fill(made.loop, _CONTEXT.value)
+    plain, speculative = (device_steps.filled(made, _CONTEXT.value) for made in (base, drafted))
     rows = _DRAFT_LEN.value + 1
     steps = {
-        "decode": _round(base.loop),
-        "verify_1": _verify(base.loop, 1),
-        f"verify_{rows}": _verify(drafted.loop, rows),
-        "round": _round(drafted.loop),
+        "decode": device_steps.whole_round(plain),
+        "verify_1": device_steps.verify(plain, 1),
+        f"verify_{rows}": device_steps.verify(speculative, rows),
+        "round": device_steps.whole_round(speculative),
     }
-    started = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for step, done in zip(
-            steps.values(), pool.map(lambda s: s.lowered.compile(), steps.values()), strict=True
-        ):
-            step.compiled = done
-    compile_time = time.perf_counter() - started
-    for step in steps.values():
-        step.queue(3)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _, (name, step) in itertools.product(range(5), steps.items()):
-        times[name].append(step.queue(_STEPS.value))
-    median = {name: statistics.median(values) for name, values in times.items()}
+    compile_time = device_steps.compile_all(steps)
+    times = device_steps.alternate(steps, _STEPS.value)
+    median = device_steps.medians(times)
     weights, bandwidth = engine.stats()["weight_bytes"], read_bandwidth()
     for name, seconds in median.items():
         temp = steps[name].compiled.memory_analysis().temp_size_in_bytes
@@ -152,7 +75,11 @@ def _device_rows(engine: carat_jax.Engine, batch: int, records: Records) -> dict
 def _engine_row(engine: carat_jax.Engine, decode_s: float, records: Records) -> None:
     """The public engine on one stream: prefill, and time per output token over the step's."""
     made = engine.variant(
-        engine={"max_batch": 1, "max_context": _CONTEXT.value + 2048, "prefill_chunks": [2048]},
+        engine={
+            "max_batch": 1,
+            "max_context": _CONTEXT.value + device_steps.ROOM,
+            "prefill_chunks": [2048],
+        },
         decode={"drafter": "none"},
     )
     ids = np.random.default_rng(0).integers(10, 4000, _CONTEXT.value).tolist()

@@ -206,12 +206,14 @@ def build_steps(
         params: Any, state: DecodeState, kind: SamplerKind, num_keys: int | None = None
     ) -> tuple[DecodeState, Drawn]:
         starts = state.bank.lengths
-        state, proposal = propose(params, state)
+        with jax.named_scope("draft"):
+            state, proposal = propose(params, state)
         bank, hidden, logits = verify(
             params, state.bank, *rows_to_verify(state, proposal), num_keys
         )
         state = dataclasses.replace(state, bank=bank)
-        return accept(state, starts, proposal, hidden, logits, kind)
+        with jax.named_scope("accept"):
+            return accept(state, starts, proposal, hidden, logits, kind)
 
     jit_verify = jax.jit(verify, donate_argnames="bank", static_argnames="num_keys")
 

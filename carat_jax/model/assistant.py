@@ -167,7 +167,8 @@ class Assistant(nnx.Module):
         """Scores of the tokens the head looks at, float32, and their ids (None: all, in order)."""
         table = self.embed_tokens.get_value()
         if self.masked_embedding is None:
-            return tied_head(y, table), None
+            with jax.named_scope("head"):
+                return tied_head(y, table), None
         ids = self.masked_embedding(y)
         scores = jnp.einsum(
             "bd,bnd->bn",

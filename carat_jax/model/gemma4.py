@@ -177,9 +177,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Hidden) -> Hidden:
         """Applies the MLP row by row."""
-        gate_up = linear(x, self.gate_up_proj.get_value())
-        gated = gelu_gate(gate_up[..., 0, :], gate_up[..., 1, :])
-        return linear(gated, self.down_proj.get_value())
+        with jax.named_scope("gate_up"):
+            gate_up = linear(x, self.gate_up_proj.get_value())
+            gated = gelu_gate(gate_up[..., 0, :], gate_up[..., 1, :])
+        with jax.named_scope("down"):
+            return linear(gated, self.down_proj.get_value())
 
 
 class PerLayerInput(nnx.Module):

@@ -26,6 +26,7 @@ def precision(dtype: DTypeLike) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
+@jax.named_scope("norm")
 def rms_norm(
     x: Float[Array, "*rows H"], weight: Float[Array, "H"] | None = None, eps: float = 1e-6
 ) -> Float[Array, "*rows H"]:
@@ -63,6 +64,7 @@ def rope_tables(
     return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.named_scope("rope")
 def rotate(
     x: Float[Array, "B T *heads H"],
     tables: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
@@ -133,6 +135,7 @@ def soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+@jax.named_scope("gelu")
 def gelu_gate(
     gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]
 ) -> Float[Array, "*rows F"]:

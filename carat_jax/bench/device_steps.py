@@ -1,0 +1,134 @@
+"""The engine's own executables over full caches, to be called over and over and timed.
+
+What is measured is what serves: the steps are lowered from an engine with that engine's parameters
+and state. Caches are filled with random rows up to a context, so that no prompt has to be run.
+"""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from carat_jax.decoding.steps import SamplerKind
+from carat_jax.engine.api import Engine
+from carat_jax.engine.engine import EngineLoop
+from carat_jax.engine.shapes import padded_row
+
+_GREEDY = SamplerKind(draws=False, logprobs=False)
+# Positions that timed steps may add to a slot.
+ROOM = 2048
+
+
+class DeviceStep:
+    """One executable of an engine with its state.
+
+    Attributes:
+      loop: the engine's loop, whose state every call consumes and replaces.
+      compiled: the executable, once `compile_all` has made it.
+    """
+
+    def __init__(self, loop: EngineLoop, lowered: Any, call: Callable[[Any], Any]):
+        self.loop, self.compiled, self._lowered, self._call = loop, None, lowered, call
+
+    def compile(self) -> None:
+        """Makes the executable."""
+        self.compiled = self._lowered.compile()
+
+    def queue(self, count: int) -> float:
+        """Seconds a call of `count` queued calls, the clock read once after the last."""
+        start = time.perf_counter()
+        for _ in range(count):
+            out = self._call(self.compiled)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / count
+
+
+def filled(engine: Engine, context: int) -> EngineLoop:
+    """The engine's loop with `context` random cached positions in every slot, all decoding."""
+    loop = engine.loop
+    state, key = loop._state, jax.random.key(0)
+    leaves, tree = jax.tree.flatten(state.bank.layers)
+
+    @jax.jit(donate_argnums=0)
+    def noise(leaf: jax.Array, key: jax.Array) -> jax.Array:
+        is_table = jnp.issubdtype(leaf.dtype, jnp.integer)
+        return leaf if is_table else jax.random.normal(key, leaf.shape, leaf.dtype) * 0.5
+
+    layers = [noise(leaf, jax.random.fold_in(key, i)) for i, leaf in enumerate(leaves)]
+    lengths = jnp.full(loop.num_slots, context, jnp.int32)
+    bank = dataclasses.replace(state.bank, layers=jax.tree.unflatten(tree, layers), lengths=lengths)
+    loop._state = dataclasses.replace(state, bank=bank, is_active=jnp.ones(loop.num_slots, bool))
+    return loop
+
+
+def whole_round(loop: EngineLoop) -> DeviceStep:
+    """A round of the engine: draft, verify, accept; plain decoding without a drafter."""
+    lowered = loop._steps.round.lower(loop._params, loop._state, _GREEDY, None)
+
+    def call(compiled: Any) -> Any:
+        loop._state, drawn = compiled(loop._params, loop._state)
+        return drawn.tokens
+
+    return DeviceStep(loop, lowered, call)
+
+
+def verify(loop: EngineLoop, num_rows: int) -> DeviceStep:
+    """The target's pass over `num_rows` rows of every slot, alone."""
+    tokens = np.ones((loop.num_slots, num_rows), np.int32)
+    num_valid = np.full(loop.num_slots, num_rows, np.int32)
+    lowered = loop._steps.verify.lower(loop._params, loop._state.bank, tokens, num_valid)
+
+    def call(compiled: Any) -> Any:
+        bank, hidden, _ = compiled(loop._params, loop._state.bank, tokens, num_valid)
+        loop._state = dataclasses.replace(loop._state, bank=bank)
+        return hidden
+
+    return DeviceStep(loop, lowered, call)
+
+
+def prefill(loop: EngineLoop, size: int) -> DeviceStep:
+    """A chunk of `size` positions of slot 0, always on top of the same cached positions."""
+    tokens, num_valid = padded_row([1] * size, size)
+    slot, lengths = np.zeros(1, np.int32), np.asarray(loop._state.bank.lengths)
+    lowered = loop._steps.prefill.lower(loop._params, loop._state, tokens, num_valid, slot)
+
+    def call(compiled: Any) -> Any:
+        bank = dataclasses.replace(loop._state.bank, lengths=jnp.asarray(lengths))
+        state = dataclasses.replace(loop._state, bank=bank)
+        loop._state, logits = compiled(loop._params, state, tokens, num_valid, slot)
+        return logits
+
+    return DeviceStep(loop, lowered, call)
+
+
+def compile_all(steps: Mapping[str, DeviceStep]) -> float:
+    """Compiles the steps side by side and calls each a few times; seconds of compiling."""
+    started = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(DeviceStep.compile, steps.values()))
+    elapsed = time.perf_counter() - started
+    for step in steps.values():
+        step.queue(3)
+    return elapsed
+
+
+def alternate(
+    steps: Mapping[str, DeviceStep], count: int, rounds: int = 5
+) -> dict[str, list[float]]:
+    """Seconds a call by step, one figure a round; the steps take turns, A B A B."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _, (name, step) in itertools.product(range(rounds), steps.items()):
+        times[name].append(step.queue(count))
+    return times
+
+
+def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    """The median of each list."""
+    return {name: statistics.median(values) for name, values in times.items()}
