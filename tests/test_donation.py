@@ -23,9 +23,9 @@ def zeros(*shape, dtype=np.int32):
     return np.zeros(shape, dtype)
 
 
-def arguments(name, model):
+def arguments(name, model, num_slots=SLOTS):
     """The step and arguments to compile it for; the state or bank in them is donated."""
-    state = model.state(SLOTS, CONTEXT)
+    state = model.state(num_slots, CONTEXT)
     one, slot = zeros(1), np.int32(1)
     logits = zeros(model.config.vocab_size, dtype=np.float32)
     return {
@@ -33,16 +33,16 @@ def arguments(name, model):
         "short prefill": (model.params, state, zeros(1, MAX_ROWS), one, one),
         "score": (model.params, state, zeros(1, 32), one, one, zeros(1, 32)),
         "round": (model.params, state, DRAWN),
-        "verify": (model.params, state.bank, zeros(SLOTS, MAX_ROWS), zeros(SLOTS)),
+        "verify": (model.params, state.bank, zeros(num_slots, MAX_ROWS), zeros(num_slots)),
         "first": (state, logits, one, DRAWN),
         "fork": (state, np.int32(0), slot),
         "release": (state, slot),
     }[name]
 
 
-def compiled(name, model):
+def compiled(name, model, num_slots=SLOTS):
     step = getattr(model.steps, name.split()[-1])
-    return step.lower(*arguments(name, model)).compile()
+    return step.lower(*arguments(name, model, num_slots)).compile()
 
 
 def num_bytes(tree) -> int:
@@ -58,11 +58,13 @@ def cache_copies(text: str, shapes) -> list[str]:
 IN_PLACE = ("short prefill", "round", "verify", "first", "fork", "release")
 
 
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_steps_that_write_in_place_copy_no_cache(name):
+@pytest.mark.parametrize(
+    ("name", "num_slots"), [*((name, SLOTS) for name in IN_PLACE), ("round", 1), ("verify", 1)]
+)
+def test_steps_that_write_in_place_copy_no_cache(name, num_slots):
     model = toy()
-    executable = compiled(name, model)
-    state = model.state(SLOTS, CONTEXT)
+    executable = compiled(name, model, num_slots)
+    state = model.state(num_slots, CONTEXT)
     donated = state.bank if name == "verify" else state
     assert executable.memory_analysis().alias_size_in_bytes == num_bytes(donated)
     shapes = {leaf.shape for leaf in jax.tree.leaves(state.bank.layers)}

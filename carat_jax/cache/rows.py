@@ -22,6 +22,11 @@ def write_rows(
     slots: Int[Array, "b"] | None,
 ) -> CacheRows:
     """Puts row t of each step slot at `index`, where it `lands` and fits; else drops it."""
+    if index.size == 1:
+        # XLA rewrites the scatter of a single row into a read and an update, and then copies the
+        # whole cache before it; a second row, which lands nowhere, keeps it a scatter.
+        rows = jnp.pad(rows, ((0, 0), (0, 1), (0, 0), (0, 0)))
+        index, lands = (jnp.pad(x, ((0, 0), (0, 1))) for x in (index, lands))
     num_slots, num_rows = index.shape
     capacity = cache.shape[2]
     # What is dropped still needs indices that differ, for the scatter to be free of order.
