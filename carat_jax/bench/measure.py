@@ -50,18 +50,19 @@ def environment(commit: str | None = None) -> dict:
 
 
 class Records:
-    """Appends JSON lines to a file (or only prints them) with the environment in each."""
+    """Appends JSON lines to a file, with the environment in each, and prints them (`echo`)."""
 
-    def __init__(self, path: str | None, commit: str | None = None):
-        self._environment = environment(commit)
+    def __init__(self, path: str | None, commit: str | None = None, echo: bool = True):
+        self.environment, self._echo = environment(commit), echo
         self._file = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115
 
     def add(self, **record) -> None:
         """One record, figures rounded to four digits."""
         record = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in record.items()}
-        print(json.dumps(record), flush=True)
+        if self._echo:
+            print(json.dumps(record), flush=True)
         if self._file:
-            self._file.write(json.dumps(record | self._environment) + "\n")
+            self._file.write(json.dumps(record | self.environment) + "\n")
             self._file.flush()
 
 
@@ -139,7 +140,7 @@ def race(variants: dict, x, layers: dict, *, length: int, rounds: int = 5, calls
     return {n: Timing(t, t - gross["empty"], outputs[n]) for n, t in gross.items()}
 
 
-def read_bandwidth(gigabytes: int = 4) -> float:
+def read_bandwidth(gigabytes: float = 4) -> float:
     """Bytes a second of reading a large array once: the ceiling of this run."""
-    x = jnp.ones((gigabytes * 2**29,), jnp.bfloat16)
+    x = jnp.ones((int(gigabytes * 2**29),), jnp.bfloat16)
     return x.nbytes / median_time(jax.jit(lambda x: x.max()), x)

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from tqdm import tqdm
 
 from carat_jax.cache.bank import CacheKinds, bank_bytes
 from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
+from carat_jax.decoding.drafters import NoDrafter
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.engine.drafting import Drafting, open_drafter
 from carat_jax.engine.engine import EngineLoop
@@ -35,6 +37,13 @@ Messages = Sequence[Mapping[str, Any]]
 
 # Seed of the weights of `random:SIZE`.
 _RANDOM_SEED = 0
+# Settings of `Engine.reference`.
+_REFERENCE = {
+    "dtype": "float32",
+    "cache": {"local_layers": "ring", "global_layers": "kv"},
+    "attention": {"impl": "xla", "verify": "fused", "group_heads": True},
+    "decode": {"drafter": "none", "uniform_rows": 0, "simulate_acceptance": None},
+}
 
 
 def load(
@@ -155,6 +164,15 @@ class Engine:
         options = attention_options(config)
         drafting = open_drafter(config, opened.model, opened.folder, options)
         return Engine(chosen, opened, drafting, self._hook)
+
+    def reference(self) -> "Engine":
+        """What others are held against: these weights widened to float32, plain JAX, no drafts."""
+        given = self.settings.given | read_settings(keywords=_REFERENCE).given
+        opened, settings = self._opened, dataclasses.replace(self.settings, given=given)
+        graph, _ = split(Gemma4(opened.model, jnp.float32))
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), opened.params)
+        exact = dataclasses.replace(opened, graph=graph, params=params)
+        return Engine(settings, exact, Drafting(NoDrafter()), self._hook)
 
     def generate(
         self,

@@ -1,0 +1,252 @@
+"""`python -m carat_jax.bench.ablate --config configs/ablations/*.yaml --output DIR`
+
+What each idea is worth on this machine: every variant of an ablation file runs through the public
+engine on the base's weights, raced A B A B against the base in one process, and is held against the
+float32 reference. DIR gets `rows.jsonl`, and `NAME.md` and `NAME.png` of each file. A variant that
+fails is a row with its reason; what DIR holds already (same settings, code, versions and device)
+is not measured again, so that a run that was interrupted goes on where it stopped.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags
+
+import carat_jax
+from carat_jax.bench import ablation_report
+from carat_jax.bench.ablation_measures import (
+    Reference,
+    bytes_a_round,
+    first_line,
+    story_prompts,
+    timed,
+)
+from carat_jax.bench.ablation_plan import Plan, Variant, read_plan
+from carat_jax.bench.measure import Records, read_bandwidth
+from carat_jax.engine.api import Engine
+from carat_jax.engine.compile_counter import num_compilations
+
+_CONFIG = flags.DEFINE_multi_string("config", [], "Ablation files; more may follow as arguments.")
+_SET = flags.DEFINE_multi_string("set", [], "key=value of the base; repeatable.")
+_OUTPUT = flags.DEFINE_string("output", None, "Folder of the rows, tables and pictures.")
+_NUMBERS = {
+    name: flags.DEFINE_integer(name, None, f"Replaces {name} of every file's workload.", 1)
+    for name in ("prompt_tokens", "new_tokens", "rounds")
+}
+_COMMIT = flags.DEFINE_string("commit", None, "Commit of the code, where there is no git.")
+
+# What must agree for a row to be the same measurement.
+_ENVIRONMENT = ("device", "driver", "jax", "python", "xla_flags", "commit")
+# A share of the memory that the float32 weights may take beside the model's own.
+_ROOM_FOR_REFERENCE = 0.4
+
+
+class Rows:
+    """The rows of an output folder, by key; the last one of a key counts."""
+
+    def __init__(self, path: Path, records: Records):
+        self._records: Records = records
+        self._by_key: dict[str, dict] = {}
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        for line in text.splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:  # a line that an interruption cut short
+                continue
+            self._by_key[row["key"]] = row
+        if text and not text.endswith("\n"):
+            with open(path, "a", encoding="utf-8") as file:
+                file.write("\n")
+
+    def finished(self, key: str) -> bool:
+        """Whether this measurement is there and did not fail."""
+        return key in self._by_key and not self._by_key[key].get("failed")
+
+    def add(self, **row: Any) -> None:
+        """Keeps a row, here and on disk."""
+        self._records.add(**row)
+        self._by_key[row["key"]] = row | self._records.environment
+
+    def of(self, keys: Iterable[str]) -> list[dict]:
+        """The rows there are, in the order of `keys`."""
+        return [self._by_key[key] for key in keys if key in self._by_key]
+
+
+class Bench:
+    """Engines on shared weights, and what is measured of them."""
+
+    def __init__(self, rows: Rows, environment: Mapping[str, Any]):
+        self._rows, self._environment = rows, [environment[name] for name in _ENVIRONMENT]
+        self._weights: dict[tuple, Engine] = {}
+        self._bases: dict[str, tuple[Engine, dict]] = {}
+        self._references: dict[str, Reference] = {}
+        self._bandwidth: float | None = None
+
+    def key(self, plan: Plan, variant: Variant) -> str:
+        """Of a variant's row: its settings, the base it is raced against, workload, machine."""
+        base = {name: value for name, value, _ in plan.base.settings.items()}
+        return variant.key(base, plan.workload, self._environment)
+
+    def run(self, plan: Plan) -> None:
+        """Measures what is missing of a plan, the base first."""
+        for variant in plan.variants:
+            key = self.key(plan, variant)
+            if self._rows.finished(key):
+                _say(f"{plan.name}: {variant.name}: measured before")
+                continue
+            _say(f"{plan.name}: {variant.name} ...")
+            try:
+                found = self._measure(plan, variant)
+            # Whatever a variant does, out of memory included, the others go on.
+            except Exception as error:
+                found = {"failed": first_line(error)}
+            _say(f"{plan.name}: {variant.name}: {ablation_report.in_words(found)}")
+            settings = {name: value for name, value, _ in variant.settings.items()}
+            self._rows.add(
+                key=key, plan=plan.name, variant=variant.name, config=settings,
+                workload=vars(plan.workload), **found,
+            )  # fmt: skip
+
+    def _measure(self, plan: Plan, variant: Variant) -> dict[str, Any]:
+        prompts = story_prompts(self._shared(plan).tokenizer, variant.settings, plan.workload)
+        base, base_start = self._base(plan, prompts)
+        if variant is plan.base:
+            engine, start = base, base_start
+        else:
+            make = lambda: self._shared(plan).variant(**_own(variant.settings))  # noqa: E731
+            engine, start = _started(make, prompts, plan)
+        before, times, base_times = num_compilations(), [], []
+        for _ in range(plan.workload.rounds):
+            if engine is not base:
+                base_times.append(timed(base, prompts, plan.workload).seconds_a_token)
+            run = timed(engine, prompts, plan.workload)
+            times.append(run.seconds_a_token)
+        compiled = num_compilations() - before
+        seconds = statistics.median(times)
+        base_seconds = statistics.median(base_times or times)
+        moved = bytes_a_round(engine, plan.workload) / (seconds * run.accepted)
+        return {
+            "ms_token": seconds * 1e3,
+            "base_ms_token": base_seconds * 1e3,
+            "speedup": base_seconds / seconds,
+            "tokens_s": len(prompts) / seconds,
+            "accepted": run.accepted,
+            "ms_round": seconds * run.accepted * 1e3,
+            "gb_s": moved / 1e9,
+            "of_read": moved / self._read(),
+            "kv_bytes": engine.stats()["cache_bytes"],
+            **start,
+            "compilations_while_timed": compiled,
+            "engine": engine.describe(),
+            **self._reference(plan, prompts).compare(engine, prompts, plan.workload),
+        }
+
+    def _shared(self, plan: Plan) -> Engine:
+        """An engine that holds the weights, its own caches small."""
+        config = plan.base.settings.build()
+        name = config.model, config.dtype
+        if name not in self._weights:
+            small = {"engine.max_batch": 1, "engine.max_context": 256}
+            self._weights[name] = carat_jax.load(config.model, dtype=config.dtype, **small)
+        return self._weights[name]
+
+    def _base(self, plan: Plan, prompts: Sequence) -> tuple[Engine, dict]:
+        key = self.key(plan, plan.base)
+        if key not in self._bases:
+            self._bases.clear()  # one base at a time holds caches
+            shared, settings = self._shared(plan), plan.base.settings
+            self._bases[key] = _started(lambda: shared.variant(**_own(settings)), prompts, plan)
+        return self._bases[key]
+
+    def _reference(self, plan: Plan, prompts: Sequence) -> Reference:
+        config = plan.base.settings.build()
+        name = repr((config.model, config.dtype, config.engine, plan.workload))
+        if name not in self._references:
+            self._references.clear()
+            shared = self._shared(plan)
+            # The weights are counted in float32, whatever they are stored in.
+            widened = shared.stats()["weight_bytes"] * (2 if config.dtype == "bfloat16" else 1)
+            fits = widened < _ROOM_FOR_REFERENCE * _memory()
+            sizes = {"engine": config.engine}
+            if fits:
+                engine, words = shared.variant(**sizes).reference(), "float32"
+            else:
+                engine = shared.variant(**sizes, attention={"impl": "xla"})
+                words = f"plain JAX in {config.dtype}"
+            self._references[name] = Reference(engine, words, prompts, plan.workload)
+        return self._references[name]
+
+    def _read(self) -> float:
+        if self._bandwidth is None:
+            self._bandwidth = read_bandwidth(4 if jax.default_backend() == "gpu" else 0.25)
+        return self._bandwidth
+
+
+def _own(settings: Any) -> dict[str, Any]:
+    """Every setting but those that the weights depend on."""
+    return {name: value for name, value, _ in settings.items() if name not in ("model", "dtype")}
+
+
+def _started(make: Callable[[], Engine], prompts: Sequence, plan: Plan) -> tuple[Engine, dict]:
+    """An engine with every step compiled, and what that took."""
+    before, started = num_compilations(), time.perf_counter()
+    engine = make()
+    timed(engine, prompts, plan.workload)
+    first, started = time.perf_counter() - started, time.perf_counter()
+    timed(engine, prompts, plan.workload)
+    again = time.perf_counter() - started
+    start = {"compile_s": first - again, "compilations": num_compilations() - before}
+    return engine, start
+
+
+def _memory() -> int:
+    """Bytes of the device, or of the machine where that is the same."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> None:
+    """Runs the program; exit code 2 for input that cannot be used, 130 after Ctrl-C."""
+    try:
+        paths = [*_CONFIG.value, *argv[1:]]
+        if not paths or _OUTPUT.value is None:
+            raise ValueError("give --config FILE.yaml ... and --output DIR")
+        ablation_report.check_can_draw()
+        backend = "gpu" if jax.default_backend() == "gpu" else "cpu"
+        numbers = {name: flag.value for name, flag in _NUMBERS.items() if flag.value is not None}
+        plans = [read_plan(path, _SET.value, backend, numbers) for path in paths]
+        output = Path(_OUTPUT.value)
+        output.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        _say(f"error: {error}")
+        sys.exit(2)
+    records = Records(str(output / "rows.jsonl"), _COMMIT.value, echo=False)
+    rows = Rows(output / "rows.jsonl", records)
+    bench = Bench(rows, records.environment)
+    interrupted = False
+    for plan in plans:
+        try:
+            if not interrupted:
+                bench.run(plan)
+        except KeyboardInterrupt:
+            interrupted = True
+            _say("interrupted: the same command goes on from here")
+        found = rows.of(bench.key(plan, variant) for variant in plan.variants)
+        if found:
+            print(ablation_report.write(output, plan, found), flush=True)
+    sys.exit(130 if interrupted else 0)
+
+
+if __name__ == "__main__":
+    app.run(main)

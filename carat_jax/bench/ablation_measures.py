@@ -1,0 +1,142 @@
+"""What an ablation measures of one engine: its time, the bytes it has to move, its exactness."""
+
+import dataclasses
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from carat_jax.bench.ablation_plan import Workload
+from carat_jax.config import Settings
+from carat_jax.engine.api import Engine
+from carat_jax.engine.tokenizer import Tokenizer
+
+# Alternatives that are compared at each place.
+_NUM_TOP = 20
+
+# What prompts are made of: the world of `tiny`, repeating itself as a long text does.
+_SENTENCES = """
+One day, Lily went to the park with her mother.|The sun was warm and the grass was green.
+She saw a little dog near the old tree.|The dog had a red ball.|"Can I play with you?" asked Lily.
+The dog was happy and ran around the tree.|Tom came to the park with his kite.
+The wind was strong, and the kite flew high.|Lily and Tom played until the sun went down.
+Her mother called her name.|"It is time to go home," she said.|Lily gave the ball to the dog.
+They walked home along the river.|The moon was bright over the hill.|Tom waved to his friend.
+At home, Lily told her father about the dog.|He smiled and gave her some bread and milk.
+That night, Lily dreamed of the park.|She was very happy.
+"""
+
+
+def story_prompts(tokenizer: Tokenizer, settings: Settings, workload: Workload) -> list[list[int]]:
+    """One prompt a slot, each `workload.prompt_tokens` ids long, other sentences first in each."""
+    sentences = [line.strip() for line in _SENTENCES.replace("\n", "|").split("|") if line.strip()]
+    prompts = []
+    for slot in range(settings.build().engine.max_batch):
+        rng, ids, text = random.Random(slot), [], ""
+        while len(ids) < workload.prompt_tokens:
+            text = f"{text} {' '.join(rng.sample(sentences, len(sentences)))}".strip()
+            ids = tokenizer.encode(text)
+        prompts.append(ids[: workload.prompt_tokens])
+    return prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """One run of a workload.
+
+    Attributes:
+      seconds_a_token: of one stream, from the moment that every stream has its first token.
+      accepted: tokens a round commits on average.
+    """
+
+    seconds_a_token: float
+    accepted: float
+
+
+def timed(engine: Engine, prompts: Sequence, workload: Workload) -> Timed:
+    """Runs the workload once, greedily and past any end."""
+    logprobs = _NUM_TOP if workload.logprobs else None
+    results = engine.generate(prompts, **_greedy(workload), logprobs=logprobs)
+    first = max(result.timings.queue + result.timings.prefill for result in results)
+    last = max(sum(dataclasses.astuple(result.timings)) for result in results)
+    counts = [result.acceptance for result in results]
+    rounds = sum(count.slot_rounds for count in counts)
+    accepted = sum(sum(count.accepted) for count in counts)
+    return Timed((last - first) / (workload.new_tokens - 1), 1 + accepted / max(1, rounds))
+
+
+def _greedy(workload: Workload) -> dict[str, Any]:
+    return {
+        "temperature": 0, "max_tokens": workload.new_tokens, "ignore_eos": True,
+        "repetition_penalty": 1, "n": 1, "stop": (), "seed": 0,
+    }  # fmt: skip
+
+
+def bytes_a_round(engine: Engine, workload: Workload) -> int:
+    """Bytes that a round has to read: every weight once, and the keys and values it may see.
+
+    That is the least there is to move, not what a variant moves: a full cache reads more.
+    """
+    config, model = engine.config, engine.model
+    length = workload.prompt_tokens + workload.new_tokens // 2
+    numbers = 0
+    for layer in model.layers:
+        owner = model.layer(layer.kv_owner)
+        seen = min(length, layer.window or length)
+        is_rotated = config.cache.global_layers == "v_rot" and not owner.is_sliding
+        rotated = 2 * int(model.partial_rotary_factor * owner.head_dim // 2)
+        keys = rotated if is_rotated else owner.head_dim
+        numbers += owner.num_kv_heads * seen * (keys + owner.head_dim)
+    size = jnp.dtype(config.dtype).itemsize
+    return engine.stats()["weight_bytes"] + config.engine.max_batch * numbers * size
+
+
+class Reference:
+    """The engine that others are held against, and what it says to the prompts.
+
+    Args:
+      engine: the float32 engine in plain JAX, or another where its weights do not fit.
+      words: what it is, for the table.
+      prompts: ids of each prompt.
+      workload: how many ids it writes.
+    """
+
+    def __init__(self, engine: Engine, words: str, prompts: Sequence, workload: Workload):
+        self._engine, self._words = engine, words
+        self._ids = [r.ids for r in engine.generate(list(prompts), **_greedy(workload))]
+
+    def compare(self, engine: Engine, prompts: Sequence, workload: Workload) -> dict[str, Any]:
+        """How far an engine's own text is from what the reference thinks of it.
+
+        Returns:
+          The largest difference of a log-probability (natural; of the ids written and of the
+          likeliest others) at any place of the engine's text, the first place whose id differs
+          from the reference's own text, and a digest of the text.
+        """
+        results = engine.generate(list(prompts), **_greedy(workload), logprobs=_NUM_TOP)
+        largest, firsts = 0.0, []
+        for result, exact in zip(results, self._ids, strict=True):
+            told = self._engine.score([*result.prompt_ids, *result.ids], num_top=_NUM_TOP)
+            for got, want in zip(result.logprobs, told[len(result.prompt_ids) :], strict=True):
+                pairs = [(got.logprob, want.logprob)]
+                others = dict(want.top)
+                pairs += [(p, others[i]) for i, p in got.top if i in others]
+                largest = max(largest, *(abs(a - b) for a, b in pairs))
+            places = enumerate(zip(result.ids, exact, strict=True))
+            firsts.append(next((i for i, (a, b) in places if a != b), None))
+        differing = [place for place in firsts if place is not None]
+        text = repr([result.ids for result in results]).encode()
+        return {
+            "max_logprob_difference": largest,
+            "first_difference": min(differing) if differing else None,
+            "reference": self._words,
+            "text": hashlib.sha256(text).hexdigest()[:6],
+        }
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,149 @@
+"""The table and the picture of an ablation, from its rows."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from carat_jax.bench.ablation_plan import Plan
+from carat_jax.bench.drawing import LIGHT, Theme, check_can_draw, save
+
+__all__ = ["check_can_draw", "in_words", "table", "write"]
+
+_COLUMNS = (
+    "variant", "ms a token", "against base", "tokens/s", "accepted", "ms a round", "GB/s",
+    "of limit", "caches", "compile s", "max log-prob. diff.", "first diff.", "text",
+)  # fmt: skip
+
+_NOTES = """\
+Times are medians of {rounds} rounds, each raced against the base in the same process; *against
+base* is the base's time over the variant's, above 1 faster. *accepted*: tokens a round commits.
+*GB/s*: the bytes a round has to read at least (weights once, the visible keys and values) over its
+time; *limit*: reading a large array once in the same run, {read} GB/s. *compile s*: how much longer
+the first call took. Exactness is against {reference}: the largest difference of a log-probability
+at any place of the variant's own text, and the first token that differs from the reference's text.
+Rows with the same *text* wrote the same ids."""
+_ON_XLA = """\
+Attention is plain JAX here (`impl xla`): `fused` is one masked pass over the whole cache and no
+kernel, so `attention.verify` and `attention.group_heads` say nothing about a GPU."""
+# Where the axis of differences begins.
+_FLOOR = 1e-7
+_LOGPROBS = (
+    "The timed steps report log-probabilities too, so that each compiles once and not twice."
+)
+_SMALL = """\
+The weights fit in a processor's cache, so GB/s can exceed the limit, which is memory's."""
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}g}" if value < 1000 else f"{value:.0f}"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 2**20:.2f} MiB" if value < 2**30 else f"{value / 2**30:.2f} GiB"
+
+
+def in_words(row: Mapping[str, Any]) -> str:
+    """A row as the program reports it while it runs."""
+    if row.get("failed"):
+        return f"failed: {row['failed']}"
+    return (
+        f"{row['ms_token']:.3g} ms a token, {row['speedup']:.2f} x the base, compiled in "
+        f"{row['compile_s']:.1f} s, log-probabilities within {row['max_logprob_difference']:.2g}"
+    )
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    if row.get("failed"):
+        # A bar would end the cell.
+        reason = row["failed"].replace("|", "\\|")
+        return [row["variant"], f"failed: {reason}"] + [""] * (len(_COLUMNS) - 2)
+    first = row["first_difference"]
+    return [
+        row["variant"],
+        _number(row["ms_token"]),
+        f"{row['speedup']:.2f} x",
+        _number(row["tokens_s"]),
+        f"{row['accepted']:.2f}",
+        _number(row["ms_round"]),
+        _number(row["gb_s"]),
+        f"{row['of_read']:.0%}",
+        _bytes(row["kv_bytes"]),
+        f"{row['compile_s']:.1f}",
+        f"{row['max_logprob_difference']:.1e}",
+        "none" if first is None else str(first),
+        row["text"],
+    ]
+
+
+def table(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The Markdown of a plan's rows: what was run, the table, how to read it."""
+    done = [row for row in rows if not row.get("failed")]
+    given = {k: v for k, (v, origin) in plan.base.settings.given.items() if origin != "workload"}
+    load = plan.workload
+    lines = [
+        f"# {plan.title}",
+        "",
+        f"Base: `{', '.join(f'{k}={v}' for k, v in given.items())}`.",
+        f"Workload: {load.prompt_tokens} prompt and {load.new_tokens} new tokens a slot.",
+    ]
+    if done:
+        row = done[0]
+        lines.append(f"{row['device']}, jax {row['jax']}, commit {row['commit'][:7] or 'unknown'}.")
+    lines += ["", "| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    if done:
+        read = done[0]["gb_s"] / done[0]["of_read"]
+        names = dict.fromkeys(row["reference"] for row in done)
+        numbers = {"rounds": load.rounds, "read": _number(read), "reference": ", ".join(names)}
+        lines += ["", _NOTES.format(**numbers)]
+        if load.logprobs:
+            lines += ["", _LOGPROBS]
+        if any("impl xla" in row["engine"] for row in done):
+            lines += ["", _ON_XLA]
+        if any(row["of_read"] > 1 for row in done):
+            lines += ["", _SMALL]
+        if any(row["compilations_while_timed"] for row in done):
+            lines += ["", "Something compiled while it was timed: see `rows.jsonl`."]
+    return "\n".join(lines) + "\n"
+
+
+def _draw(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Bars of the time a token, and of the largest difference, a row each."""
+    done = [row for row in rows if not row.get("failed")]
+
+    def draw(figure: Any, theme: Theme) -> None:
+        time, exact = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        places = range(len(done))
+        colours = [theme.base if row["variant"] == "base" else theme.ours for row in done]
+        times = [row["ms_token"] for row in done]
+        bars = time.barh(places, times, color=colours, height=0.65)
+        time.bar_label(bars, [f" {_number(t)}" for t in times])
+        time.set_yticks(places, [row["variant"] for row in done])
+        time.invert_yaxis()
+        time.set_xlim(0, 1.18 * max(times))
+        time.set_xlabel("ms a token")
+        time.grid(axis="y", visible=False)
+        time.set_title(plan.title)
+        worst = [max(row["max_logprob_difference"], _FLOOR) for row in done]
+        exact.hlines(places, _FLOOR, worst, color=theme.faint)
+        exact.scatter(worst, places, color=colours, zorder=3)
+        for place, (value, row) in enumerate(zip(worst, done, strict=True)):
+            text = f"{row['max_logprob_difference']:.0e}"
+            exact.annotate(text, (value, place), (8, 0), textcoords="offset points", va="center")
+        exact.set_xscale("log")
+        exact.set_xlim(_FLOOR, 30)
+        exact.set_xlabel(f"largest log-probability difference to {done[0]['reference']}")
+        exact.grid(visible=False)
+
+    return draw
+
+
+def write(folder: Path, plan: Plan, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Writes `NAME.md` and `NAME.png`; returns the table."""
+    text = table(plan, rows)
+    done = [row for row in rows if not row.get("failed")]
+    if done:
+        save(_draw(plan, rows), folder, plan.name, (9, 1.5 + 0.38 * len(done)), (LIGHT,))
+        text += f"\n![{plan.title}]({plan.name}.png)\n"
+    (folder / f"{plan.name}.md").write_text(text, encoding="utf-8")
+    return text
