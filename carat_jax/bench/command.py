@@ -1,0 +1,48 @@
+"""The command line that the benchmarks of a whole engine share: flags, refusals, the weights."""
+
+import sys
+from collections.abc import Callable
+
+from absl import flags
+
+import carat_jax
+from carat_jax.config import read_settings
+
+
+def new_flags(output: str) -> flags.FlagValues:
+    """The flags that every such benchmark has; `output` says what --output is."""
+    known = flags.FlagValues()
+    own = {"flag_values": known}
+    flags.DEFINE_string("config", None, "YAML settings.", **own)
+    flags.DEFINE_multi_string("set", [], "key=value; repeatable.", **own)
+    flags.DEFINE_string("output", None, output, **own)
+    flags.DEFINE_string("commit", None, "Commit of the code, where there is no git.", **own)
+    flags.DEFINE_boolean("help", False, "Print this.", **own)
+    return known
+
+
+def load_weights(known: flags.FlagValues) -> carat_jax.Engine:
+    """The engine of --config and --set, to make variants of: its own caches are kept small."""
+    small = ["engine.max_batch=1", "engine.max_context=256"]
+    return carat_jax.load(read_settings(known.config, [*known.set, *small]))
+
+
+def run(program: Callable[[], int], known: flags.FlagValues, usage: str) -> None:
+    """Parses the command line and exits with what the program returns.
+
+    Bad input, which a `ValueError` tells of, is one line on stderr and exit code 2.
+    """
+    try:
+        extra = known(sys.argv)[1:]
+        if known.help:
+            print(usage, known.get_help(), sep="\n")
+            sys.exit(0)
+        if extra:
+            raise ValueError(f"{extra[0]!r} is not a flag")
+        sys.exit(program())
+    except (flags.Error, ValueError, NotImplementedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
