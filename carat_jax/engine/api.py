@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
@@ -25,6 +26,7 @@ from carat_jax.engine.engine import EngineLoop
 from carat_jax.engine.request import Delta, Request, Result, TokenInfo
 from carat_jax.engine.shapes import attention_options, max_context, size_text
 from carat_jax.engine.tokenizer import Tokenizer
+from carat_jax.engine.trace import Tracer, matching_names
 from carat_jax.families import FAMILIES, ModelConfig
 from carat_jax.model import checkpoint
 from carat_jax.model.gemma4 import Gemma4
@@ -144,6 +146,7 @@ class Engine:
     ):
         self.settings, self._opened, self._hook = settings, opened, hook
         self.config, self.model, self.tokenizer = settings.build(), opened.model, opened.tokenizer
+        self._tracer = Tracer(self.config, opened.model, opened.graph)
         self.loop = EngineLoop(
             self.config, self.model, opened.graph, opened.params, self.tokenizer, hook, drafting
         )
@@ -254,6 +257,33 @@ class Engine:
           num_top: also the most probable alternatives at each place.
         """
         return self.loop.score_ids(self._ids(tokens), num_top)
+
+    def trace(
+        self, prompt: Prompt, capture: str | Sequence[str] = "layers.*.residual"
+    ) -> dict[str, np.ndarray]:
+        """Arrays inside the model for one prompt, from an executable of their own.
+
+        What is being served and its compiled steps are left as they are.
+
+        Args:
+          prompt: text (BOS is added) or token ids.
+          capture: names, or patterns such as "layers.5.attn.scores" and "layers.*.residual"; see
+            `trace_names`.
+
+        Returns:
+          Float32 arrays by name: `[T, ...]`, one row a token; scores and probabilities `[N, T, T]`
+          by query head, query and key.
+
+        Raises:
+          ValueError: a name that does not exist (the nearest is given), or too much to hold.
+        """
+        names, ids = matching_names(capture, self._tracer.names), self._ids(prompt)
+        self.loop.limits.check_score(ids, 0)
+        return self._tracer.run(self._opened.params, ids, names)
+
+    def trace_names(self) -> tuple[str, ...]:
+        """What `trace` can capture; `model.taps.tap_names` says what each is."""
+        return self._tracer.names
 
     def warm_up(self) -> None:
         """Compiles every step now instead of at its first use."""

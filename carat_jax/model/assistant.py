@@ -38,6 +38,7 @@ from carat_jax.model.gemma4 import DecoderLayer, Gemma4, RMSNorm, StepContext, l
 from carat_jax.model.json_file import read_json
 from carat_jax.model.load_hf import Placement, load_hf
 from carat_jax.model.params import TensorSource, matrix, param, split
+from carat_jax.model.taps import NO_TAPS
 from carat_jax.numerics.attention import PLAIN, AttentionOptions, KeyView, RotatedView
 from carat_jax.numerics.layers import embed, linear, precision, rope_tables, tied_head
 
@@ -152,6 +153,7 @@ class Assistant(nnx.Module):
             },
             caches={},
             views=views,
+            taps=NO_TAPS,
         )
         x = linear(jnp.concatenate([embedding, hidden], axis=-1), self.pre_projection.get_value())
         x = x[:, None]

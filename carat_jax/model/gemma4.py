@@ -22,6 +22,7 @@ from carat_jax.array_types import Array, Float, Hidden, Int, Lengths, Slots, Tok
 from carat_jax.cache.bank import CacheBank
 from carat_jax.families import LayerSpec, ModelConfig
 from carat_jax.model.params import TensorSource, matrix, param, vector
+from carat_jax.model.taps import NO_TAPS, Taps
 from carat_jax.numerics.attention import (
     PLAIN,
     AttentionOptions,
@@ -47,7 +48,8 @@ from carat_jax.numerics.layers import (
 class StepContext:
     """What every layer of one step shares.
 
-    `views` collects, by owning layer, what queries may look at, for the layers that borrow it.
+    `views` collects, by owning layer, what queries may look at, for the layers that borrow it;
+    `taps` the arrays that a trace wants.
     """
 
     starts: Lengths
@@ -58,6 +60,7 @@ class StepContext:
     rope: dict[bool, tuple[Array, Array]]
     caches: dict
     views: dict[int, KeyView | RotatedView]
+    taps: Taps
 
 
 class RMSNorm(nnx.Module):
@@ -124,7 +127,7 @@ class Attention(nnx.Module):
     def __call__(self, x: Hidden, step: StepContext) -> Hidden:
         """Attends from `x` `[B, T, D]`; writes the layer's cache in `step` if it owns one."""
         spec, group = self.spec, self.group
-        tables = step.rope[spec.is_sliding]
+        tables, name = step.rope[spec.is_sliding], f"layers.{spec.index}.attn"
         with jax.named_scope("qkv"):
             fused = linear(x, self.qkv_proj.get_value())
             q = rotate(self.q_norm(fused[..., :group, :]), tables, dtype=jnp.float32)
@@ -135,6 +138,7 @@ class Attention(nnx.Module):
                 # k_norm and not rotated.
                 raw_v = raw_k if spec.k_eq_v else fused[..., group + 1, :]
                 k, v = rotate(self.k_norm(raw_k), tables), rms_norm(raw_v, eps=self.eps)
+                step.taps.put(f"{name}.k", k), step.taps.put(f"{name}.v", v)
                 step.caches[spec.index], view = step.caches[spec.index].extend(
                     k, v, step.starts, step.num_valid, step.slots, spec.window
                 )
@@ -143,10 +147,12 @@ class Attention(nnx.Module):
                 step.views[spec.index] = view
         with jax.named_scope("attend"):
             view = step.views[spec.kv_owner]
-            heads = q.reshape(*q.shape[:2], -1, spec.head_dim)
+            heads = step.taps.put(f"{name}.q", q.reshape(*q.shape[:2], -1, spec.head_dim))
+            step.taps.put_attention(name, heads, step.positions, view, spec.window)
             out = attend(heads, step.positions, view, spec.window, step.options)
         with jax.named_scope("o"):
-            return linear(out.reshape(q.shape), self.o_proj.get_value(), num_in=3)
+            out = linear(out.reshape(q.shape), self.o_proj.get_value(), num_in=3)
+            return step.taps.put(f"{name}.out", out)
 
 
 class MLP(nnx.Module):
@@ -231,12 +237,14 @@ class DecoderLayer(nnx.Module):
         self, x: Hidden, per_layer: Float[Array, "B T P"] | None, step: StepContext
     ) -> Hidden:
         """The layer's output for the residual stream `x`."""
+        name = f"layers.{self.self_attn.spec.index}"
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), step))
         with jax.named_scope("mlp"):
-            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+            out = step.taps.put(f"{name}.mlp.out", self.mlp(self.pre_feedforward_layernorm(x)))
+            x = x + self.post_feedforward_layernorm(out)
         if self.per_layer_input is not None:
             with jax.named_scope("per_layer_input"):
-                x = x + self.per_layer_input(x, per_layer)
+                x = x + step.taps.put(f"{name}.per_layer.out", self.per_layer_input(x, per_layer))
         return x * self.layer_scalar.get_value()
 
 
@@ -315,6 +323,7 @@ class Gemma4(nnx.Module):
         num_valid: Lengths,
         slots: Slots | None = None,
         options: AttentionOptions = PLAIN,
+        taps: Taps = NO_TAPS,
     ) -> tuple[Hidden, CacheBank]:
         """Runs T new positions of some slots through the model.
 
@@ -325,6 +334,7 @@ class Gemma4(nnx.Module):
           slots: which cache slot each row of `tokens` belongs to, `[b]`, all different; None is all
             slots in order, which spares a copy of the caches.
           options: how attention is computed.
+          taps: collects what a trace wants to see.
 
         Returns:
           Final-normed hidden states `[b, T, D]` (rows past `num_valid` mean nothing), and the bank
@@ -345,16 +355,19 @@ class Gemma4(nnx.Module):
             },
             caches=dict(bank.layers),
             views={},
+            taps=taps,
         )
         with jax.named_scope("embed"):
             x = embed(tokens, self.embed_tokens.get_value(), math.sqrt(config.hidden_size))
+            taps.put("embed", x)
             per_layer = self.per_layer_embedding and self.per_layer_embedding(tokens, x)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 inputs = None if per_layer is None else per_layer[:, :, index]
-                x = layer(x, inputs, step)
+                x = taps.put(f"layers.{index}.residual", layer(x, inputs, step))
         lengths = starts + num_valid if slots is None else bank.lengths.at[slots].add(num_valid)
-        return self.norm(x), dataclasses.replace(bank, layers=step.caches, lengths=lengths)
+        hidden = taps.put("hidden", self.norm(x))
+        return hidden, dataclasses.replace(bank, layers=step.caches, lengths=lengths)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Soft-capped logits of final-normed hidden states, float32."""
