@@ -87,6 +87,6 @@ def save(
         with page(theme, *size) as figure:
             draw(figure, theme)
             # No time and no version in the file: the same rows give the same bytes.
-            figure.savefig(path, dpi=160, metadata={"Software": None})
+            figure.savefig(path, dpi=120, metadata={"Software": None})
         paths.append(path)
     return paths
