@@ -19,7 +19,6 @@ import numpy as np
 from carat_jax.decoding.steps import SamplerKind
 from carat_jax.engine.api import Engine
 from carat_jax.engine.engine import EngineLoop
-from carat_jax.engine.shapes import padded_row
 
 _GREEDY = SamplerKind(draws=False, logprobs=False)
 # Positions that timed steps may add to a slot.
@@ -40,6 +39,11 @@ class DeviceStep:
     def compile(self) -> None:
         """Makes the executable."""
         self.compiled = self._lowered.compile()
+
+    @property
+    def temp_bytes(self) -> int:
+        """Device memory of its temporaries; a cache that is copied shows here."""
+        return self.compiled.memory_analysis().temp_size_in_bytes
 
     def queue(self, count: int) -> float:
         """Seconds a call of `count` queued calls, the clock read once after the last."""
@@ -66,6 +70,11 @@ def filled(engine: Engine, context: int) -> EngineLoop:
     bank = dataclasses.replace(state.bank, layers=jax.tree.unflatten(tree, layers), lengths=lengths)
     loop._state = dataclasses.replace(state, bank=bank, is_active=jnp.ones(loop.num_slots, bool))
     return loop
+
+
+def forget(loop: EngineLoop) -> None:
+    """Drops the loop's caches; it makes empty ones when it next serves."""
+    loop._state = None
 
 
 def whole_round(loop: EngineLoop) -> DeviceStep:
@@ -95,7 +104,7 @@ def verify(loop: EngineLoop, num_rows: int) -> DeviceStep:
 
 def prefill(loop: EngineLoop, size: int) -> DeviceStep:
     """A chunk of `size` positions of slot 0, always on top of the same cached positions."""
-    tokens, num_valid = padded_row([1] * size, size)
+    tokens, num_valid = np.ones((1, size), np.int32), np.full(1, size, np.int32)
     slot, lengths = np.zeros(1, np.int32), np.asarray(loop._state.bank.lengths)
     lowered = loop._steps.prefill.lower(loop._params, loop._state, tokens, num_valid, slot)
 

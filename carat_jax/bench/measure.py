@@ -15,6 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +66,13 @@ class Records:
         if self._file:
             self._file.write(json.dumps(record | self.environment) + "\n")
             self._file.flush()
+
+
+def origin(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Which model, device, versions and commit records were measured with: a line of Markdown."""
+    keys, rows = ("model", "dtype", "device", "driver", "jax", "commit"), list(rows)
+    found = {key: sorted({str(row.get(key, "")) for row in rows}) for key in keys}
+    return ", ".join(f"{key} {' / '.join(values)}" for key, values in found.items()) + "\n"
 
 
 def median_time(run, *args, rounds: int = 5, calls: int = 8) -> float:
@@ -144,3 +153,16 @@ def read_bandwidth(gigabytes: float = 4) -> float:
     """Bytes a second of reading a large array once: the ceiling of this run."""
     x = jnp.ones((int(gigabytes * 2**29),), jnp.bfloat16)
     return x.nbytes / median_time(jax.jit(lambda x: x.max()), x)
+
+
+def matmul_rate(size: int = 8192) -> float:
+    """Operations a second of a bfloat16 product of two square matrices: the other ceiling."""
+    x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    return 2 * size**3 / median_time(jax.jit(jnp.matmul), x, x)
+
+
+def ceilings() -> tuple[float, float]:
+    """Bytes and operations a second that this device reaches in this run."""
+    if jax.default_backend() == "cpu":
+        return read_bandwidth(0.25), matmul_rate(512)
+    return read_bandwidth(), matmul_rate()

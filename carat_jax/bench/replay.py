@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from carat_jax.bench.workload import TraceRequest
-from carat_jax.config import sampling_from
+from carat_jax.config import SamplingParams, sampling_from
 from carat_jax.engine.api import Engine
 from carat_jax.engine.request import Request
 
@@ -43,6 +43,14 @@ class Served:
         return is_full and self.finish_reason == "length"
 
 
+@dataclasses.dataclass(frozen=True)
+class EngineStep:
+    """One step of the engine's loop: when it returned, and the seconds of Python it took."""
+
+    end: float
+    python: float
+
+
 class Replay:
     """A trace on its way through an engine.
 
@@ -50,18 +58,21 @@ class Replay:
       engine: the engine.
       requests: the trace.
       prompts: each request's ids.
+
+    Attributes:
+      served: what became of each request that was sent.
+      steps: the steps of the loop.
     """
 
     def __init__(
         self, engine: Engine, requests: Sequence[TraceRequest], prompts: Sequence[Sequence[int]]
     ):
         self._loop, self._prompts = engine.loop, prompts
-        self._base = sampling_from(
-            engine.config.sampling, temperature=0.0, ignore_eos=True, n=1, stop=(), logprobs=None
-        )
+        self._base = _greedy(engine)
         self._waiting = list(reversed(requests))
         self._running: list[tuple[Request, Served]] = []
         self.served: list[Served] = []
+        self.steps: list[EngineStep] = []
         self._start = time.perf_counter()
 
     def closed(self, concurrency: int) -> list[Served]:
@@ -94,8 +105,11 @@ class Replay:
         self.served.append(served)
 
     def _step(self) -> None:
+        # The thread's own time: it sleeps while it waits for the device.
+        before = time.thread_time()
         self._loop.step()
         now, running = self._now(), []
+        self.steps.append(EngineStep(now, time.thread_time() - before))
         for request, served in self._running:
             deltas = request.samples[0].deltas
             while deltas:
@@ -104,6 +118,23 @@ class Replay:
             if not request.is_finished:
                 running.append((request, served))
         self._running = running
+
+
+def warm_up(engine: Engine) -> float:
+    """Runs greedy requests through every shape that a replay uses; seconds."""
+    started, loop = time.perf_counter(), engine.loop
+    params = sampling_from(_greedy(engine), max_tokens=4)
+    token = min(1_000, engine.model.vocab_size - 1)
+    for size in engine.config.engine.prefill_chunks:
+        ids = [token] * min(size, loop.max_context - 8)
+        loop.run([loop.submit(ids, params) for _ in range(loop.num_slots)])
+    return time.perf_counter() - started
+
+
+def _greedy(engine: Engine) -> SamplingParams:
+    return sampling_from(
+        engine.config.sampling, temperature=0.0, ignore_eos=True, n=1, stop=(), logprobs=None
+    )
 
 
 def percentiles(values: Sequence[float], name: str, factor: float = 1.0) -> dict[str, float]:

@@ -12,8 +12,8 @@ Writes `serving.jsonl` (appended to), and the table and the picture of all its r
 """
 
 import gc
+import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from absl import flags
 from carat_jax.bench import command, serving_report, workload
 from carat_jax.bench.drawing import check_can_draw
 from carat_jax.bench.measure import Records
-from carat_jax.bench.replay import Replay, progress_of, summary
+from carat_jax.bench.replay import Replay, progress_of, summary, warm_up
 from carat_jax.bench.workload import TraceRequest
-from carat_jax.config import sampling_from
 from carat_jax.engine.api import Engine
 
 _FLAGS = command.new_flags("Folder of the rows, the table and the pictures.")
@@ -85,18 +84,6 @@ def _loads() -> list[tuple[str, float, int]]:
     return [("concurrency", int(count), int(count)) for count in _CONCURRENCY.value]
 
 
-def warm_up(engine: Engine, vocab_size: int) -> float:
-    """Runs greedy requests through every shape that a replay uses; seconds."""
-    started, loop = time.perf_counter(), engine.loop
-    params = sampling_from(
-        engine.config.sampling, temperature=0.0, ignore_eos=True, n=1, max_tokens=4
-    )
-    for size in engine.config.engine.prefill_chunks:
-        ids = [min(1_000, vocab_size - 1)] * min(size, loop.max_context - 8)
-        loop.run([loop.submit(ids, params) for _ in range(loop.num_slots)])
-    return time.perf_counter() - started
-
-
 def serve(
     base: Engine,
     settings: dict[str, Any],
@@ -114,14 +101,16 @@ def serve(
     }  # fmt: skip
     engine = base.variant(**settings, **sizes)
     print(engine.describe(), file=sys.stderr)
-    compile_s = warm_up(engine, base.model.vocab_size)
+    compile_s = warm_up(engine)
     before = engine.stats()
     replay = Replay(engine, trace, prompts)
     served = replay.closed(int(value)) if kind == "concurrency" else replay.open(value)
     after = engine.stats()
+    python_ms = statistics.mean(step.python for step in replay.steps) * 1e3
     return {
         kind: value, "slots": slots, "max_context": context, **summary(served),
         **progress_of(after, before), "compile_s": compile_s, "cache_bytes": after["cache_bytes"],
+        "python_ms_per_step": python_ms,
     }  # fmt: skip
 
 

@@ -6,11 +6,12 @@ several records of one row under one load the last counts.
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from carat_jax.bench.drawing import Theme, save
+from carat_jax.bench.measure import origin
 
 WHAT = {
     "a": "pages, one program a query head",
@@ -65,13 +66,6 @@ def _times(more: float | None, less: float | None) -> str:
     return f"{more / less:.2f} x" if more and less else ""
 
 
-def _origin(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Which model, card and versions the rows were measured with."""
-    keys = ("model", "dtype", "device", "driver", "jax", "commit")
-    found = {key: sorted({str(row.get(key, "")) for row in rows}) for key in keys}
-    return ", ".join(f"{key} {' / '.join(values)}" for key, values in found.items()) + "\n"
-
-
 def draw(rows: Sequence[Mapping[str, Any]]):
     """A drawing of one mode's rows: output tokens a second, and milliseconds a token."""
     panels = (
@@ -121,7 +115,7 @@ def draw(rows: Sequence[Mapping[str, Any]]):
 def write(folder: Path) -> None:
     """Writes `serving.md` and a picture of each mode beside the rows, and prints the table."""
     rows = read_rows(folder / "serving.jsonl")
-    text = f"{_origin(rows)}\n{table(rows)}"
+    text = f"{origin(rows)}\n{table(rows)}"
     (folder / "serving.md").write_text(text, encoding="utf-8")
     print(text)
     for mode in sorted({row["mode"] for row in rows}):

@@ -1,0 +1,146 @@
+"""The latency benchmark's arithmetic: what a step costs at least, and the steady part of a run."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from carat_jax.assistant_families import ASSISTANTS
+from carat_jax.bench import cost, latency, latency_report
+from carat_jax.bench.cost import Cost
+from carat_jax.bench.replay import EngineStep, Served
+from carat_jax.bench.workload import TraceRequest
+from carat_jax.config import read_settings
+from carat_jax.decoding.drafters import AssistantDrafter, NgramDrafter
+from carat_jax.families import FAMILIES
+from carat_jax.model.assistant import Assistant
+from carat_jax.model.gemma4 import Gemma4
+from carat_jax.model.params import ParamSpec, split
+from carat_jax.numerics.attention import PLAIN
+
+
+def leaves(module):
+    """The module's parameters without their arrays."""
+
+    def leaf(spec):
+        size = math.prod(spec.shape)
+        nbytes = size * jnp.dtype(spec.dtype).itemsize
+        return SimpleNamespace(size=size, nbytes=nbytes, ndim=len(spec.shape))
+
+    graph, specs = split(module)
+    return graph, jax.tree.map(leaf, specs, is_leaf=lambda spec: isinstance(spec, ParamSpec))
+
+
+@pytest.fixture(scope="module")
+def big():
+    """An engine of the 31B without arrays."""
+    model, dtype = FAMILIES["31b"], jnp.bfloat16
+    _, target = leaves(Gemma4(model, dtype))
+    graph, draft = leaves(Assistant(ASSISTANTS["31b"], model, dtype))
+    drafter = AssistantDrafter(graph, 3, PLAIN)
+    loop = SimpleNamespace(_params={"target": target, "draft": draft}, drafter=drafter)
+    return SimpleNamespace(model=model, config=read_settings().build(), loop=loop)
+
+
+def test_a_decode_step_of_the_31b_reads_61_gb_of_weights_and_the_visible_keys(big):
+    costs = cost.pass_costs(big, context=6004, rows=1)
+    # 60 layers: 50 local ones with 16 KV heads of 256, 10 global ones with 4 of 512.
+    assert costs["local", "attend"].bytes == 50 * 16 * 1024 * 2 * 256 * 2
+    assert costs["global", "attend"].bytes == 10 * 4 * 6005 * 2 * 512 * 2
+    assert costs["global", "attend"].flops == 10 * 4 * 32 * 512 * 6005
+    assert costs["head", "rest"].bytes == 262_144 * 5376 * 2
+    weights = cost.total({k: c for k, c in costs.items() if k[1] != "attend"})
+    assert weights.bytes == pytest.approx(61.4e9, rel=2e-3)
+    matrices = cost.total({k: c for k, c in costs.items() if k[1] not in ("attend", "norm")})
+    assert weights.flops == pytest.approx(matrices.bytes, rel=1e-6)  # 2 bytes, 2 operations
+
+
+def test_the_passes_grow_with_rows_slots_and_layout(big):
+    one, four = (cost.pass_costs(big, 6000, rows) for rows in (1, 4))
+    assert four["local", "attend"].bytes == one["local", "attend"].bytes * 1027 / 1024
+    assert four["local", "attend"].flops == 4 * one["local", "attend"].flops
+    # Row i sees 6,001 + i keys.
+    rate = one["global", "attend"].flops / 6001
+    assert four["global", "attend"].flops == rate * (6001 + 6002 + 6003 + 6004)
+    assert four["local", "qkv"] == Cost(one["local", "qkv"].bytes, 4 * one["local", "qkv"].flops)
+    eight = cost.pass_costs(big, 6000, 1, slots=8)
+    assert eight["global", "attend"] == one["global", "attend"] * 8
+    assert eight["head", "rest"].bytes == one["head", "rest"].bytes
+    prefill = cost.pass_costs(big, 0, 2000, logit_rows=1)
+    assert prefill["head", "rest"] == one["head", "rest"]
+    assert prefill["local", "attend"].flops == 50 * 4 * 32 * 256 * (
+        1024 * 1025 // 2 + (2000 - 1024) * 1024
+    )
+    big.config = read_settings(keywords={"cache.global_layers": "v_rot"}).build()
+    rotated = cost.pass_costs(big, 6000, 1)
+    assert rotated["global", "attend"].bytes == one["global", "attend"].bytes * 640 / 1024
+    assert rotated["local", "attend"] == one["local", "attend"]
+    big.config = read_settings().build()
+
+
+def test_a_burst_reads_the_assistant_once_a_draft(big, monkeypatch):
+    facts = SimpleNamespace(config=ASSISTANTS["31b"])
+    monkeypatch.setattr(cost, "merge", lambda graph, params: facts)
+    costs = cost.draft_costs(big, 6000)
+    assert costs["draft", "head"].bytes == 3 * 262_144 * 1024 * 2
+    # Three local layers see W + 1 keys of the last local cache, one all of the last global one.
+    local, far = 3 * 16 * 1025 * 2 * 256, 4 * 6001 * 2 * 512
+    assert costs["draft", "attend"].bytes == 3 * 2 * (local + far)
+    loop = SimpleNamespace(_params={}, drafter=NgramDrafter(3))
+    assert cost.draft_costs(SimpleNamespace(loop=loop), 6000) == {}
+
+
+def test_shares_are_of_whichever_limit_binds():
+    limits = latency.Limits(bytes_per_s=4e12, flops_per_s=800e12)
+    told = limits.shares(Cost(60e9, 80e12), 0.2)
+    assert told["gb_per_s"] == pytest.approx(300)
+    assert told["tflop_per_s"] == pytest.approx(400)
+    assert told["of_limit"] == pytest.approx(0.5)
+    assert limits.shares(Cost(60e9, 0), 0.02)["of_limit"] == pytest.approx(0.75)
+
+
+def test_the_steady_part_is_where_all_streams_run():
+    def served(times):
+        return Served(TraceRequest(0, 0, 8, len(times), None, 0.0), 0.0, times, "length")
+
+    # Both run from 2.0 to 5.0; the second commits two tokens in two of its rounds.
+    streams = [
+        served([1.0, 2.0, 3.0, 4.0, 5.0]),
+        served([2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 6.0]),
+    ]
+    steps = [EngineStep(float(t), 0.1 * t) for t in range(1, 7)]
+    told = latency.steady(streams, steps, queued_ms=800.0)
+    assert told["tpot_ms"] == pytest.approx(3.0 * 2 / 8 * 1e3)
+    assert told["output_tokens_per_s"] == pytest.approx(8 / 3)
+    assert told["step_ms"] == told["step_ms_p50"] == pytest.approx(1000)
+    assert told["step_over_queued"] == pytest.approx(1.25)
+    assert told["python_ms"] == pytest.approx(400)
+    assert told["python_of_step"] == pytest.approx(0.4)
+
+
+def test_the_program_runs_on_tiny(tmp_path):
+    command = [
+        *(sys.executable, "-m", "carat_jax.bench.latency", "--config", "configs/tiny.yaml"),
+        *("--set", "engine.prefill_chunks=[64]", "--context", "100", "--batches", "2"),
+        *("--drafter", "none", "--steps", "2", "--tokens", "10", "--output", str(tmp_path)),
+    ]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["case"]: row for row in latency_report.read_rows(tmp_path / "latency.jsonl")}
+    assert list(rows) == ["decode", "verify_1", "engine_decode"]
+    streams = rows["engine_decode"]
+    assert (streams["lost"], streams["compilations"], streams["requests"]) == (0, 0, 2)
+    assert streams["step_over_queued"] == pytest.approx(
+        streams["step_ms"] / rows["decode"]["ms"], rel=1e-3
+    )
+    text = (tmp_path / "latency.md").read_text()
+    assert f"| 100 | 2 | decode | {rows['decode']['ms']:.2f} |" in text
+    assert (tmp_path / "latency-light.png").stat().st_size > 10_000
+    assert all(json.loads(line)["commit"] for line in (tmp_path / "latency.jsonl").open())
