@@ -7,21 +7,22 @@ figure whose records are not there is left out, with the command that makes them
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from carat_jax.bench import serving_report
+from carat_jax.bench import command, serving_report
 from carat_jax.bench.drawing import Theme, check_can_draw, save
 from carat_jax.numerics.attention import visible
 
 RESULTS = Path(__file__).with_name("results")
-_OUTPUT = flags.DEFINE_string("output", "docs/figures", "Folder of the pictures.")
+_FLAGS = flags.FlagValues()
+flags.DEFINE_string("output", "docs/figures", "Folder of the pictures.", flag_values=_FLAGS)
+flags.DEFINE_boolean("help", False, "Print this.", flag_values=_FLAGS)
 
 Row = dict[str, Any]
 Draw = Callable[[Any, Theme], None]
@@ -261,7 +262,7 @@ FIGURES = (
     Figure(
         "6-limit", (8.0, 2.8), _phases, _draw_phases,
         "python -m carat_jax.bench.roofline --config configs/random-31b.yaml "
-        "--output carat_jax/bench/results/roofline-h200.jsonl",
+        "--batches 1,8 --output DIR, its roofline.jsonl to carat_jax/bench/results/",
     ),
 )  # fmt: skip
 
@@ -297,18 +298,13 @@ def write(folder: Path, rows: list[Row], figures: Iterable[Figure] = FIGURES) ->
     return missing
 
 
-def main(argv: list[str]) -> None:
+def main() -> int:
     """Runs the program."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        check_can_draw()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    for line in write(Path(_OUTPUT.value), read_rows()):
+    check_can_draw()
+    for line in write(Path(_FLAGS.output), read_rows()):
         print(line)
+    return 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main, _FLAGS, __doc__)
