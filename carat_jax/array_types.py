@@ -6,7 +6,8 @@
     C  capacity of a ring (local) cache               H  head dimension of the layer
     W  sliding window, counting the query itself      D  embedding width (`hidden_size`)
     V  vocabulary                                     L  layers
-    M  draft length                                   F  width of the MLP
+    M  draft length                                   F  width of the MLP, or of one expert
+    E  experts of a mixture (k: those of one token)
 
 Positions are absolute everywhere and start at 0. Annotations are checked at run time in the
 tests, which import the package through jaxtyping's hook, and cost nothing elsewhere.
@@ -20,6 +21,8 @@ Lengths = Int[Array, "B"]
 Slots = Int[Array, "b"]
 Hidden = Float[Array, "B T D"]
 Logits = Float[Array, "B T V"]
+ExpertWeights = Float[Array, "B T k"]
+ExpertIds = Int[Array, "B T k"]
 Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B T K H"]
 Values = Float[Array, "B T K H"]
@@ -30,6 +33,8 @@ __all__ = [
     "Array",
     "Bool",
     "CacheRows",
+    "ExpertIds",
+    "ExpertWeights",
     "Float",
     "Hidden",
     "Int",

@@ -31,7 +31,7 @@ from carat_jax.setting_types import (
     unknown_key,
 )
 
-RANDOM_MODELS = tuple(name for name, facts in FAMILIES.items() if not facts.enable_moe_block)
+RANDOM_MODELS = tuple(FAMILIES)
 
 
 _INT32_MAX = 2**31 - 1  # what the steps on the device count in
@@ -136,6 +136,20 @@ class AttentionConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
+class MoeConfig(Section):
+    """How the experts of a mixture are computed; changes speed, memory or rounding alone.
+
+    Attributes:
+      impl: `triton` or `interpret` is the Pallas kernel, which reads the chosen experts' weights
+        only; `dense` computes every expert for every token; `ragged_dot` sorts tokens by expert for
+        JAX's own product over groups. null is the kernel on a GPU in bfloat16, `dense` elsewhere.
+    """
+
+    PREFIX = "moe."
+    impl: Literal["triton", "dense", "ragged_dot", "interpret"] | None = setting(None)
+
+
+@dataclasses.dataclass(frozen=True)
 class DecodeConfig(Section):
     """How tokens are proposed and verified.
 
@@ -211,6 +225,7 @@ class Config(Section):
     sampling: SamplingParams = SamplingParams()
     cache: CacheConfig = CacheConfig()
     attention: AttentionConfig = AttentionConfig()
+    moe: MoeConfig = MoeConfig()
     decode: DecodeConfig = DecodeConfig()
     engine: EngineConfig = EngineConfig()
 
@@ -226,6 +241,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "sampling": SamplingParams,
     "cache": CacheConfig,
     "attention": AttentionConfig,
+    "moe": MoeConfig,
     "decode": DecodeConfig,
     "engine": EngineConfig,
 }

@@ -23,7 +23,8 @@ class LayerSpec:
     """What one decoder layer is.
 
     `kv_owner` is the layer whose cache this one reads: itself, unless the model shares KV caches.
-    `mlp_width` is the width of the dense MLP, `num_experts` is 0 without a mixture beside it.
+    `mlp_width` is the width of the dense MLP. `num_experts` is 0 without a mixture beside it; each
+    token takes `top_k_experts` of them, MLPs of width `expert_width`.
     """
 
     index: int
@@ -34,6 +35,8 @@ class LayerSpec:
     kv_owner: int
     mlp_width: int
     num_experts: int
+    top_k_experts: int
+    expert_width: int
     window: int | None
 
     @property
@@ -103,12 +106,23 @@ class ModelConfig:
                 f"num_kv_shared_layers={self.num_kv_shared_layers} leaves no layer that owns a "
                 f"cache (num_hidden_layers={self.num_hidden_layers})"
             )
+        if self.enable_moe_block:
+            self._check_mixture()
         for layer in self.layers:
             if self.num_attention_heads % layer.num_kv_heads:
                 raise ValueError(
                     f"layer {layer.index}: num_attention_heads={self.num_attention_heads} is not "
                     f"a multiple of its {layer.num_kv_heads} KV heads"
                 )
+
+    def _check_mixture(self) -> None:
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            if not getattr(self, name):
+                raise ValueError(f"enable_moe_block needs {name}, which is {getattr(self, name)}")
+        if self.top_k_experts > self.num_experts:
+            raise ValueError(
+                f"top_k_experts={self.top_k_experts} is more than num_experts={self.num_experts}"
+            )
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -132,7 +146,9 @@ class ModelConfig:
             k_eq_v=k_eq_v,
             kv_owner=self._kv_owner(index) if shared else index,
             mlp_width=self.intermediate_size * (2 if self.use_double_wide_mlp and shared else 1),
-            num_experts=(self.num_experts or 0) if self.enable_moe_block else 0,
+            num_experts=self.num_experts if self.enable_moe_block else 0,
+            top_k_experts=self.top_k_experts if self.enable_moe_block else 0,
+            expert_width=self.moe_intermediate_size if self.enable_moe_block else 0,
             window=self.sliding_window if is_sliding else None,
         )
 

@@ -1,8 +1,9 @@
-"""Attention kernels in Pallas on Triton, each behind one function with an oracle of its signature.
+"""Kernels in Pallas on Triton, each behind one function with an oracle of its signature.
 
 Imports nothing of `carat_jax`; the engine calls these functions and knows nothing about GPUs.
 """
 
+from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.grouped_attention import grouped_attention
 from pallas_kernels.per_head_attention import per_head_attention
 from pallas_kernels.prefill_attention import prefill_attention, prefill_ring_attention
@@ -10,6 +11,7 @@ from pallas_kernels.reference import merge_partials
 from pallas_kernels.ring_attention import ring_attention
 
 __all__ = [
+    "expert_mlp",
     "grouped_attention",
     "merge_partials",
     "per_head_attention",

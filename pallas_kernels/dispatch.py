@@ -45,17 +45,30 @@ def refusal(q, k, v, *, max_rows=None, rows=0) -> str | None:
 
 
 def resolve(kernel, impl, q, k, v, reason: str | None) -> str:
-    """The implementation to run; raises NotImplementedError for a named one that cannot."""
+    """`choose` for attention: Triton takes bfloat16 caches, and queries that may be float32."""
+    on_triton = None
+    if any(d != jnp.bfloat16 for d in (k.dtype, v.dtype)):
+        on_triton = f"caches of {k.dtype.name} and {v.dtype.name}: Triton takes bfloat16 only"
+    elif q.dtype not in (jnp.bfloat16, jnp.float32):
+        on_triton = f"queries of {q.dtype.name}: Triton takes bfloat16 or float32"
+    return choose(kernel, impl, reason, on_triton)
+
+
+def choose(kernel, impl, reason: str | None, on_triton: str | None) -> str:
+    """The implementation to run; raises NotImplementedError for a named one that cannot.
+
+    Args:
+      kernel: its name, for messages.
+      impl: what was asked for.
+      reason: why no Pallas kernel can run, or None.
+      on_triton: why Triton cannot, though the interpreter can, or None.
+    """
     if impl not in (None, *IMPLS):
         raise ValueError(f"{kernel}: impl={impl!r} is not one of {IMPLS} or None")
     if impl == "xla":
         return "xla"
-    dtypes = (k.dtype, v.dtype)
     if impl != "interpret" and reason is None:
-        if any(d != jnp.bfloat16 for d in dtypes):
-            reason = f"caches of {k.dtype.name} and {v.dtype.name}: Triton takes bfloat16 only"
-        elif q.dtype not in (jnp.bfloat16, jnp.float32):
-            reason = f"queries of {q.dtype.name}: Triton takes bfloat16 or float32"
+        reason = on_triton
     if impl is None:
         return "triton" if reason is None and jax.default_backend() == "gpu" else "xla"
     if reason is not None:

@@ -3,10 +3,12 @@
 One rule decides what a query sees: key j is visible to query i iff j exists and 0 <= i - j, and
 0 <= i - j < window where there is a window. Positions are absolute. Row t of slot b sits at
 position starts[b] + t; keys exist at positions below ends[b]. What does not exist is masked, never
-trusted to be zero, and a row that sees nothing gives zeros. Imports nothing of the package, so that
-a kernel cannot share a mistake with its oracle.
+trusted to be zero, and a row that sees nothing gives zeros. Of a mixture's
+experts only those that a row chose add to it, whatever the weights of the others hold. Imports
+nothing of the package, so that a kernel cannot share a mistake with its oracle.
 """
 
+import jax
 import jax.numpy as jnp
 
 # Running maximum of a row that has seen no key: finite, so that no inf - inf can arise.
@@ -94,3 +96,18 @@ def prefill_ring_attention(q, k_ring, v_ring, k_new, v_new, starts, ends, *, win
     k_pos = jnp.concatenate([old_pos, new_pos], axis=1)
     exists = jnp.concatenate([old, new], axis=1)
     return _attend(q, k, v, new_pos, k_pos, exists, window, False)
+
+
+def expert_mlp(x, weights, chosen, gate_up, down):
+    """The sum over k of weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k].
+
+    x [R,D], weights and chosen [R,k], gate_up [E,2,F,D], down [E,D,F]; chosen = E is no expert.
+    """
+    num_experts, f32 = len(gate_up), jnp.float32
+    exact = {"precision": "highest", "preferred_element_type": f32}
+    both = jnp.einsum("rd,eufd->eruf", x.astype(f32), gate_up.astype(f32), **exact)
+    gated = jax.nn.gelu(both[:, :, 0], approximate=True) * both[:, :, 1]
+    parts = jnp.einsum("erf,edf->erd", gated, down.astype(f32), **exact)
+    hit = chosen[None] == jnp.arange(num_experts)[:, None, None]
+    share = jnp.where(hit, weights, 0.0).sum(2)[..., None]
+    return jnp.where(hit.any(2)[..., None], parts * share, 0.0).sum(0).astype(x.dtype)

@@ -192,3 +192,64 @@ def prefill_tile(
         rotated=rotated,
         device=device,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductTile:
+    """How one program multiplies tokens with a part of one expert's weights.
+
+    Attributes:
+      rows: tokens of one program, a power of two. From 16 on the product runs on matrix
+        instructions; below it multiplies and sums number by number.
+      columns: outputs of one program, a power of two that divides their number.
+      block: inputs of one step, a power of two that divides their number.
+      warps: warps of a program.
+      stages: depth of the load pipeline.
+    """
+
+    rows: int
+    columns: int
+    block: int
+    warps: int
+    stages: int
+
+    def __post_init__(self):
+        for field, low in (("rows", 1), ("columns", 16), ("block", 16), ("warps", 1)):
+            value = getattr(self, field)
+            if value < low or value & (value - 1):
+                raise ValueError(f"tile.{field}={value} must be a power of two >= {low}")
+        if self.stages < 1:
+            raise ValueError(f"tile.stages={self.stages} must be at least 1")
+
+    def shared_memory(self, matrices: int, itemsize: int = 2) -> int:
+        """Bytes of shared memory of one program that reads `matrices` matrices side by side."""
+        buffers = self.stages if self.rows >= 64 else max(1, self.stages - 1)
+        return itemsize * buffers * self.block * (self.rows + matrices * self.columns)
+
+
+# Above this many tokens pairs are sorted by expert first; below, a program holds all tokens.
+FEW_ROWS = 64
+
+
+def expert_tiles(
+    *, rows: int, hidden: int, width: int, device: str
+) -> tuple[ProductTile, ProductTile]:
+    """Tiles of the gate-up product and of the down product of `rows` tokens.
+
+    Narrow tiles give every multiprocessor a program even when one token reads eight experts.
+    """
+    memory, _ = limits(device)
+    is_few = rows <= FEW_ROWS
+    tile_rows = _rows(rows, FEW_ROWS)
+    tiles = []
+    for matrices, inputs, outputs in ((2, hidden, width), (1, width, hidden)):
+        columns, block = (32 if matrices == 2 and is_few else 64), (128 if is_few else 64)
+        shape = {
+            "rows": tile_rows,
+            "columns": min(columns, outputs & -outputs),
+            "block": min(block, inputs & -inputs),
+            "warps": 4,
+        }
+        fitting = (ProductTile(**shape, stages=depth) for depth in (4, 3, 2, 1))
+        tiles.append(next(t for t in fitting if t.shared_memory(matrices) <= memory))
+    return tuple(tiles)

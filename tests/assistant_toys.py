@@ -34,6 +34,7 @@ def assistant_config(target: Mapping, *, centroids: bool = False, **text: object
             "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": 0,
             "use_double_wide_mlp": False,
+            "enable_moe_block": False,
             **sizes,
             "num_hidden_layers": num_layers,
             "num_kv_shared_layers": num_layers,

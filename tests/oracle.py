@@ -175,6 +175,46 @@ class Reference:
         gated = gelu_tanh(self.linear(x, layer, "mlp.gate_proj"))
         return self.linear(gated * self.linear(x, layer, "mlp.up_proj"), layer, "mlp.down_proj")
 
+    def router_input(self, residual: Array, layer: int) -> Array:
+        """What the router's matrix sees: the residual itself, normed without a weight."""
+        scaled = self.rms_norm(residual) * self.tensor(layer, "router.scale")
+        return scaled / math.sqrt(self.config["hidden_size"])
+
+    def chosen(self, probs: Array) -> Array:
+        """Each token's share of each expert [T, E]: the k best, renormalised, the rest zero."""
+        order = np.argsort(-probs, axis=-1, kind="stable")[:, : self.config["top_k_experts"]]
+        shares = np.zeros_like(probs)
+        np.put_along_axis(shares, order, np.take_along_axis(probs, order, -1), -1)
+        return shares / shares.sum(axis=-1, keepdims=True)
+
+    def mixture(self, residual: Array, layer: int) -> Array:
+        """The experts' weighted sum, before its norm; they see the residual by a norm of their own.
+
+        Leaves the router's probabilities and the weights of the experts [T, E] in the trace.
+        """
+        probs = softmax(self.linear(self.router_input(residual, layer), layer, "router.proj"))
+        shares = self.chosen(probs) * self.tensor(layer, "router.per_expert_scale")
+        self.trace[f"layers.{layer}.router"] = probs
+        self.trace[f"layers.{layer}.shares"] = shares
+        x = self.rms_norm(residual, self.tensor(layer, "pre_feedforward_layernorm_2.weight"))
+        width, total = self.config["moe_intermediate_size"], np.zeros_like(residual)
+        for expert in range(self.config["num_experts"]):
+            gate_up = x @ self.tensor(layer, "experts.gate_up_proj")[expert].T
+            gated = gelu_tanh(gate_up[:, :width]) * gate_up[:, width:]
+            made = gated @ self.tensor(layer, "experts.down_proj")[expert].T
+            total += shares[:, expert, None] * made
+        self.trace[f"layers.{layer}.mixture"] = total
+        return total
+
+    def router_gap(self) -> float:
+        """After a forward: how near any token's choice of experts came to another one."""
+        k, gaps = self.config["top_k_experts"], [np.inf]
+        for name, probs in self.trace.items():
+            if name.endswith(".router"):
+                ranked = np.sort(probs, axis=-1)[:, ::-1]
+                gaps.append((ranked[:, k - 1] - ranked[:, k]).min())
+        return float(min(gaps))
+
     def per_layer_inputs(self, ids: Array, embedded: Array) -> Array | None:
         """Per-layer embeddings [T, L, width]: the token's rows plus its projected embedding."""
         width = self.config.get("hidden_size_per_layer_input")
@@ -196,6 +236,9 @@ class Reference:
         attended = self.attention(norm(x, "input_layernorm"), layer)
         x = x + norm(attended, "post_attention_layernorm")
         fed = self.mlp(norm(x, "pre_feedforward_layernorm"), layer)
+        if self.config["enable_moe_block"]:
+            fed = norm(fed, "post_feedforward_layernorm_1")
+            fed = fed + norm(self.mixture(x, layer), "post_feedforward_layernorm_2")
         x = x + norm(fed, "post_feedforward_layernorm")
         if per_layer is not None:
             gated = gelu_tanh(self.linear(x, layer, "per_layer_input_gate")) * per_layer

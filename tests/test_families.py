@@ -71,6 +71,7 @@ def test_all_forms_of_a_config_read_alike(name):
         ("e2b", 4_628_569_379, 540, 3, 12),
         ("e4b", 7_463_013_418, 665, 4, 20),
         ("12b", 11_907_350_320, 666, 8, 40),
+        ("26b-a4b", 25_233_141_790, 657, 5, 25),
         ("31b", 30_697_345_340, 832, 10, 50),
     ],
 )
@@ -97,9 +98,12 @@ def test_bytes_are_those_of_the_leaves():
     assert num_bytes(specs) == 4 * sum(math.prod(leaf.shape) for leaf in leaves(specs))
 
 
-def test_mixture_of_experts_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="26B-A4B"):
-        Gemma4(FAMILIES["26b-a4b"], jnp.dtype("bfloat16"))
+def test_every_layer_of_the_mixture_has_experts_beside_its_mlp():
+    layers = FAMILIES["26b-a4b"].layers
+    sizes = [(x.mlp_width, x.num_experts, x.top_k_experts, x.expert_width) for x in layers]
+    assert sizes == [(2112, 128, 8, 704)] * 30
+    dense = [(x.num_experts, x.top_k_experts, x.expert_width) for x in FAMILIES["31b"].layers]
+    assert dense == [(0, 0, 0)] * 60
 
 
 @pytest.mark.parametrize(
@@ -197,6 +201,17 @@ def test_absent_softcap_means_none():
                 }
             },
             "yarn",
+        ),
+        ({"enable_moe_block": True}, "num_experts"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "moe_intermediate_size"),
+        (
+            {
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 5,
+                "moe_intermediate_size": 8,
+            },
+            "top_k_experts=5",
         ),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
         ({"per_layer_config": {"2": {"head_dim": 32}, "5": {"head_dim": 8}}}, "per_layer_config"),

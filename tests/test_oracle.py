@@ -88,6 +88,37 @@ class WindowLong(WindowShort):
     slack = 1
 
 
+class RouterSeesTheMlpsInput(Reference):
+    def router_input(self, residual, layer):
+        normed = self.rms_norm(residual, self.tensor(layer, "pre_feedforward_layernorm.weight"))
+        return super().router_input(normed, layer)
+
+
+class RouterWithoutScale(Reference):
+    def router_input(self, residual, layer):
+        return super().router_input(residual, layer) / self.tensor(layer, "router.scale")
+
+
+class OneExpertFewer(Reference):
+    def chosen(self, probs):
+        shares = super().chosen(probs)
+        least = np.where(shares > 0, shares, np.inf).min(-1, keepdims=True)
+        return np.where(shares > least, shares, 0)
+
+
+class UpBeforeGate(Reference):
+    def tensor(self, layer, name):
+        tensor = super().tensor(layer, name)
+        if name != "experts.gate_up_proj":
+            return tensor
+        return np.roll(tensor, tensor.shape[1] // 2, axis=1)
+
+
+class WithoutPerExpertScale(Reference):
+    def chosen(self, probs):
+        return super().chosen(probs) / self.tensor(0, "router.per_expert_scale")
+
+
 MISTAKES = {
     "T4": (
         NormPlusOne,
@@ -104,6 +135,13 @@ MISTAKES = {
     ),
     "T4e": (NormPlusOne, LayerScalarOnBranchOnly, WindowShort, WindowLong),
     "e2b": (BorrowsFromFirstOwner, RotatesEveryPair, WindowShort, WindowLong),
+    "26b": (
+        RouterSeesTheMlpsInput,
+        RouterWithoutScale,
+        OneExpertFewer,
+        WithoutPerExpertScale,
+        UpBeforeGate,
+    ),
 }
 PAIRS = [(name, mistake) for name, mistakes in MISTAKES.items() for mistake in mistakes]
 
@@ -177,6 +215,27 @@ def test_transformers_with_its_cache_writes_the_reference_text(torch_model, tmp_
     assert gap > 1e-3
     write_checkpoint(tmp_path, config, weights)
     assert torch_model.greedy(torch_model.load(tmp_path), ids, 40) == want
+
+
+@pytest.mark.parity
+def test_router_weights_and_the_experts_sum_agree_with_transformers(torch_model, tmp_path):
+    # A norm follows the experts' sum, so the logits hardly see a wrong factor: compare it here.
+    config, weights, ids = toy("26b")
+    write_checkpoint(tmp_path, config, weights)
+    model, seen = torch_model.text_model(torch_model.load(tmp_path)), []
+    for layer in model.layers:
+        layer.router.register_forward_hook(lambda _, inputs, out: seen.append(out[1:]))
+        layer.experts.register_forward_hook(lambda _, inputs, out: seen.append(out))
+    with torch_model.torch.no_grad():
+        model(torch_model.torch.tensor([ids]))
+    reference = Reference(config, weights)
+    reference.hidden(ids)
+    assert reference.router_gap() > 5e-5
+    for layer, ((shares, chosen), mixed) in enumerate(zip(seen[::2], seen[1::2], strict=True)):
+        want = reference.trace[f"layers.{layer}.shares"]
+        assert (np.sort(chosen, -1) == np.nonzero(want)[1].reshape(chosen.shape)).all()
+        np.testing.assert_allclose(shares, np.take_along_axis(want, chosen.numpy(), -1), atol=1e-5)
+        np.testing.assert_allclose(mixed, reference.trace[f"layers.{layer}.mixture"], atol=1e-4)
 
 
 @pytest.mark.parity

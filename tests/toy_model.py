@@ -19,7 +19,7 @@ from carat_jax.decoding.steps import StepOptions, Steps, build_steps
 from carat_jax.families import ModelConfig, from_hf
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import ParamSpec, split
-from carat_jax.numerics.attention import PLAIN
+from carat_jax.numerics.options import PLAIN, ComputeOptions
 from tests.oracle import Reference
 from tests.toys import CONFIGS, make_weights
 
@@ -92,12 +92,14 @@ class Toy:
         return dataclasses.replace(self, params=params, reference=Reference(self.raw, weights))
 
 
-def build(raw: dict, weights: dict | None = None, dtype=jnp.float32) -> Toy:
+def build(
+    raw: dict, weights: dict | None = None, dtype=jnp.float32, compute: ComputeOptions = PLAIN
+) -> Toy:
     """A toy from a flat text config; every tensor must be used exactly once."""
     config, dtype = from_hf(raw), jnp.dtype(dtype)
     weights = make_weights(raw) if weights is None else weights
     graph, specs = split(Gemma4(config, dtype))
-    options = StepOptions(PLAIN, num_top=3)
+    options = StepOptions(compute, num_top=3)
     steps = build_steps(graph, NoDrafter(), options, base_bias=jnp.zeros(config.vocab_size))
     params = {"target": place_all(specs, weights), "draft": ()}
     reference = Reference(raw, weights)

@@ -78,7 +78,7 @@ _T4 = {
     "sliding_window": 8,
 }
 
-# The last four keep the real sizes' ratios: layer pattern, heads per KV head, query width and MLP
+# The last five keep the real sizes' ratios: layer pattern, heads per KV head, query width and MLP
 # width over hidden width, about half of E2B's and E4B's layers borrowing.
 CONFIGS = {
     "T4": _config(3, **_T4, attention_k_eq_v=True),
@@ -144,8 +144,26 @@ CONFIGS = {
         hidden_size_per_layer_input=8,
         sliding_window=8,
     ),
+    "26b": _config(
+        6,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_global_key_value_heads=1,
+        head_dim=16,
+        global_head_dim=32,
+        attention_k_eq_v=True,
+        sliding_window=16,
+        use_bidirectional_attention="vision",
+        enable_moe_block=True,
+        num_experts=10,
+        top_k_experts=3,
+        moe_intermediate_size=16,
+    ),
 }
-SIZES = ("31b", "12b", "e2b", "e4b")
+SIZES = ("31b", "12b", "e2b", "e4b", "26b")
 
 
 def layer_shapes(config: Mapping, layer: int) -> dict[str, tuple[int, ...]]:
@@ -184,6 +202,18 @@ def layer_shapes(config: Mapping, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.k_norm.weight"] = (width,)
         if not k_eq_v:
             shapes["self_attn.v_proj.weight"] = (kv_width, hidden)
+    if config["enable_moe_block"]:
+        count, width = config["num_experts"], config["moe_intermediate_size"]
+        shapes |= {
+            "router.proj.weight": (count, hidden),
+            "router.scale": (hidden,),
+            "router.per_expert_scale": (count,),
+            "experts.gate_up_proj": (count, 2 * width, hidden),
+            "experts.down_proj": (count, hidden, width),
+            "pre_feedforward_layernorm_2.weight": (hidden,),
+            "post_feedforward_layernorm_1.weight": (hidden,),
+            "post_feedforward_layernorm_2.weight": (hidden,),
+        }
     if ple := config["hidden_size_per_layer_input"]:
         shapes["per_layer_input_gate.weight"] = (ple, hidden)
         shapes["per_layer_projection.weight"] = (hidden, ple)
@@ -221,7 +251,9 @@ def make_weights(
     rng = np.random.default_rng(seed)
     weights = {}
     for name, shape in tensor_shapes(config).items():
-        if len(shape) == 2:
+        if name.endswith("router.proj.weight"):
+            tensor = rng.normal(0.0, 1.0, shape)  # scores of about 1: a choice, not a lottery
+        elif len(shape) >= 2:
             tensor = rng.normal(0.0, 0.25 if name.startswith("embed") else 0.12, shape)
         elif name.endswith("layer_scalar"):
             tensor = rng.uniform(0.88, 0.94, shape) if calm else rng.uniform(0.3, 0.9, shape)

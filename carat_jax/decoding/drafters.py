@@ -21,7 +21,7 @@ from carat_jax.decoding.state import DecodeState
 from carat_jax.model.assistant import draft, target_views
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import merge
-from carat_jax.numerics.attention import AttentionOptions
+from carat_jax.numerics.options import ComputeOptions
 
 
 @functools.partial(
@@ -168,13 +168,13 @@ class AssistantDrafter(_Stateless):
     Attributes:
       graph: the assistant without arrays.
       num_drafts: M.
-      options: how attention is computed.
+      options: which implementations compute it.
       samples: draw the drafts, as the request draws its tokens, instead of taking the best.
     """
 
     graph: nnx.GraphDef
     num_drafts: int
-    options: AttentionOptions
+    options: ComputeOptions
     samples: bool = False
     name: str = "assistant"
 
@@ -243,7 +243,7 @@ class ModelDrafter:
 
     graph: nnx.GraphDef
     num_drafts: int
-    options: AttentionOptions
+    options: ComputeOptions
     samples: bool = False
     name: str = "model"
 

@@ -34,7 +34,7 @@ from carat_jax.decoding.speculative import (
 )
 from carat_jax.decoding.state import DecodeState
 from carat_jax.model.params import merge
-from carat_jax.numerics.attention import AttentionOptions
+from carat_jax.numerics.options import ComputeOptions
 
 
 @functools.partial(
@@ -75,13 +75,13 @@ class StepOptions:
     """What the steps of one engine are compiled for.
 
     Attributes:
-      attention: how attention is computed; `num_keys` comes with each call.
+      compute: which implementations compute the model; `num_keys` comes with each call.
       num_top: alternatives that a sampler with log-probabilities returns.
       uniform_rows: rows a slot of every verify pass; 0 is what the drafts need.
       simulate_acceptance: tokens a round commits on average, whatever was drafted; None is off.
     """
 
-    attention: AttentionOptions
+    compute: ComputeOptions
     num_top: int
     uniform_rows: int = 0
     simulate_acceptance: float | None = None
@@ -129,7 +129,7 @@ def build_steps(
         params: Any, state: DecodeState, tokens: Tokens, num_valid: Lengths, slot: Slots
     ) -> tuple[DecodeState, Float[Array, "V"]]:
         model, starts = merge(graph, params["target"]), state.bank.lengths[slot]
-        hidden, bank = model(tokens, state.bank, num_valid, slot, options.attention)
+        hidden, bank = model(tokens, state.bank, num_valid, slot, options.compute)
         last = hidden[0, jnp.maximum(num_valid[0] - 1, 0)]
         state = dataclasses.replace(
             state,
@@ -153,8 +153,8 @@ def build_steps(
         num_keys: int | None = None,
     ) -> tuple[CacheBank, Float[Array, "B rows D"], Float[Array, "B rows V"]]:
         model = merge(graph, params["target"])
-        attention = dataclasses.replace(options.attention, num_keys=num_keys)
-        hidden, bank = model(tokens, bank, num_valid, options=attention)
+        compute = dataclasses.replace(options.compute, num_keys=num_keys)
+        hidden, bank = model(tokens, bank, num_valid, options=compute)
         return bank, hidden, model.logits(hidden)
 
     def accept(
@@ -243,7 +243,7 @@ def build_steps(
         targets: Tokens,
     ) -> tuple[DecodeState, Drawn]:
         model = merge(graph, params["target"])
-        hidden, bank = model(tokens, state.bank, num_valid, slot, options.attention)
+        hidden, bank = model(tokens, state.bank, num_valid, slot, options.compute)
         told = sampling.log_probabilities(model.logits(hidden), targets, options.num_top)
         drawn = Drawn(targets, num_valid, jnp.zeros_like(num_valid), *told)
         return dataclasses.replace(state, bank=bank), drawn

@@ -24,7 +24,7 @@ from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.engine.drafting import Drafting, open_drafter
 from carat_jax.engine.engine import EngineLoop
 from carat_jax.engine.request import Delta, Request, Result, TokenInfo
-from carat_jax.engine.shapes import attention_options, max_context, size_text
+from carat_jax.engine.shapes import compute_options, max_context, size_text
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.engine.trace import Tracer, matching_names
 from carat_jax.families import FAMILIES, ModelConfig
@@ -116,7 +116,7 @@ def _open(settings: Settings) -> tuple[Settings, Opened, Drafting]:
             f"{folder}: tokenizer.json has {tokenizer.vocab_size} tokens, "
             f"the model's vocabulary is {model.vocab_size}"
         )
-    drafting = open_drafter(config, model, folder, attention_options(config))
+    drafting = open_drafter(config, model, folder, compute_options(config))
     num_rows = drafting.drafter.num_drafts + 1
     kinds = CacheKinds(config.cache.local_layers, config.cache.global_layers)
     bank_bytes(model, 1, max_context(config, model), num_rows, config.dtype, kinds)
@@ -164,7 +164,7 @@ class Engine:
         given = {**self.settings.given, **changed}
         chosen, opened = dataclasses.replace(self.settings, given=given), self._opened
         config = chosen.build()
-        options = attention_options(config)
+        options = compute_options(config)
         drafting = open_drafter(config, opened.model, opened.folder, options)
         return Engine(chosen, opened, drafting, self._hook)
 
@@ -290,19 +290,19 @@ class Engine:
         self.loop.warm_up()
 
     def describe(self) -> str:
-        """What was chosen, in one line: device, attention, caches, compiled shapes."""
+        """What was chosen, in one line: device, implementations, caches, compiled shapes."""
         config, loop, stats = self.config, self.loop, self.stats()
-        attention, drafter = loop.options.attention, loop.drafter.name
-        stages = (
-            "fused" if attention.is_fused else f"three stages over {loop.rungs or 'exact'} keys"
-        )
+        compute, drafter = loop.options.compute, loop.drafter.name
+        experts = f", experts {compute.experts}" if self.model.enable_moe_block else ""
+        stages = "fused" if compute.is_fused else f"three stages over {loop.rungs or 'exact'} keys"
         if loop.options.simulate_acceptance is not None:
             drafter += " (acceptance is simulated: the text means nothing)"
         return (
             f"device: {stats['device']}; local layers: {config.cache.local_layers}, "
             f"global layers: {config.cache.global_layers}, {stages}, "
-            f"{'grouped' if attention.group_heads else 'single'} heads, impl {attention.impl}; "
-            f"drafter: {drafter}; {config.dtype} weights {size_text(stats['weight_bytes'])}, "
+            f"{'grouped' if compute.group_heads else 'single'} heads, impl {compute.impl}"
+            f"{experts}; drafter: {drafter}; "
+            f"{config.dtype} weights {size_text(stats['weight_bytes'])}, "
             f"caches {size_text(stats['cache_bytes'])} for {loop.num_slots} x {loop.max_context} "
             f"positions; prefill chunks {config.engine.prefill_chunks}, "
             f"rounds of {loop.num_rows} rows"

@@ -24,7 +24,7 @@ from carat_jax.model import checkpoint
 from carat_jax.model.assistant import Assistant, load_assistant
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import random_params, split
-from carat_jax.numerics.attention import AttentionOptions
+from carat_jax.numerics.options import ComputeOptions
 
 _RANDOM = "random:"
 # Seed of a random assistant's weights; the target's is another.
@@ -46,7 +46,7 @@ def longest_draft(config: Config) -> int:
 
 
 def open_drafter(
-    config: Config, target: ModelConfig, target_folder: Path | None, options: AttentionOptions
+    config: Config, target: ModelConfig, target_folder: Path | None, options: ComputeOptions
 ) -> Drafting:
     """Makes the drafter that `config.decode` names and loads its weights.
 
@@ -54,7 +54,7 @@ def open_drafter(
       config: all settings.
       target: the model it drafts for.
       target_folder: that model's folder; None for random weights.
-      options: how attention is computed.
+      options: which implementations compute it.
 
     Raises:
       ValueError: there is no such drafter, or it does not fit the target.
@@ -118,7 +118,7 @@ def _open_assistant(
     return load_assistant(checkpoint.find_checkpoint(f"{config.model}-assistant"), target, dtype)
 
 
-def _open_model(config: Config, target: ModelConfig, options: AttentionOptions) -> Drafting:
+def _open_model(config: Config, target: ModelConfig, options: ComputeOptions) -> Drafting:
     name = config.decode.draft_model
     if name is None:
         raise ValueError(

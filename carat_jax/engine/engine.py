@@ -38,7 +38,7 @@ from carat_jax.engine.limits import Limits
 from carat_jax.engine.request import Request, Sample, TokenInfo
 from carat_jax.engine.scheduler import Admission, Scheduler
 from carat_jax.engine.shapes import (
-    attention_options,
+    compute_options,
     key_rungs,
     max_context,
     padded_row,
@@ -99,7 +99,7 @@ class EngineLoop:
         base_bias = np.zeros(model.vocab_size, np.float32)
         base_bias[[i for i in tokenizer.suppress_ids if i < model.vocab_size]] = -np.inf
         self.options = StepOptions(
-            attention=attention_options(config),
+            compute=compute_options(config),
             num_top=num_top,
             uniform_rows=config.decode.uniform_rows,
             simulate_acceptance=config.decode.simulate_acceptance,
@@ -250,7 +250,7 @@ class EngineLoop:
 
     def _num_keys(self) -> int | None:
         """The static key count of the next round; None where lengths are traced."""
-        if self.options.attention.is_fused:
+        if self.options.compute.is_fused:
             return None
         # A round in flight may commit all its rows.
         held = max(
@@ -342,7 +342,7 @@ class EngineLoop:
             for logprobs in (None, 0)
         ]
         # Only the three-stage path has rounds that depend on how many keys there are.
-        held = (len(ids),) if self.options.attention.is_fused else self.rungs
+        held = (len(ids),) if self.options.compute.is_fused else self.rungs
         lengths = (*self._shorter_rounds, self.drafter.num_drafts)
         for length, num_keys in itertools.product(lengths, held):
             if self._length is not None:
@@ -386,7 +386,7 @@ class EngineLoop:
             banks.CacheKinds(
                 self.config.cache.local_layers,
                 self.config.cache.global_layers,
-                block=self.options.attention.ring_block,
+                block=self.options.compute.ring_block,
             ),
         )
         draft = self._drafting.new_state(self.num_slots, self.max_context, self.num_rows)

@@ -10,12 +10,12 @@ import numpy as np
 
 from carat_jax.config import Config
 from carat_jax.families import ModelConfig
-from carat_jax.numerics.attention import AttentionOptions
+from carat_jax.numerics.options import ComputeOptions
 from carat_jax.numerics.padding import EXACT, default_rungs
 
 
-def attention_options(config: Config) -> AttentionOptions:
-    """How attention is computed on this machine under these settings.
+def compute_options(config: Config) -> ComputeOptions:
+    """Which implementations run on this machine under these settings.
 
     Without a named implementation the rule is: the Pallas kernels on a GPU in bfloat16, plain JAX
     elsewhere.
@@ -23,18 +23,24 @@ def attention_options(config: Config) -> AttentionOptions:
     Raises:
       ValueError: the implementation named cannot run here; it is never replaced by another.
     """
-    impl, backend = config.attention.impl, jax.default_backend()
-    if impl is None:
-        impl = "triton" if backend == "gpu" and config.dtype == "bfloat16" else "xla"
-    if impl == "triton" and backend != "gpu":
-        raise ValueError(f"attention.impl: 'triton' needs a GPU, this is {backend}; use 'xla'")
-    if impl == "triton" and config.dtype != "bfloat16":
-        raise ValueError(f"attention.impl: 'triton' needs bfloat16, dtype is {config.dtype}")
-    return AttentionOptions(
-        impl=impl,
+    return ComputeOptions(
+        impl=_implementation("attention.impl", config.attention.impl, config.dtype, "xla"),
+        experts=_implementation("moe.impl", config.moe.impl, config.dtype, "dense"),
         is_fused=config.attention.verify == "fused",
         group_heads=config.attention.group_heads,
     )
+
+
+def _implementation(key: str, impl: str | None, dtype: str, plain: str) -> str:
+    """What `key` stands for here: its own value, or by the rule the kernel or `plain` JAX."""
+    backend = jax.default_backend()
+    if impl is None:
+        return "triton" if backend == "gpu" and dtype == "bfloat16" else plain
+    if impl == "triton" and backend != "gpu":
+        raise ValueError(f"{key}: 'triton' needs a GPU, this is {backend}; use {plain!r}")
+    if impl == "triton" and dtype != "bfloat16":
+        raise ValueError(f"{key}: 'triton' needs bfloat16, dtype is {dtype}")
+    return impl
 
 
 def max_context(config: Config, model: ModelConfig) -> int:

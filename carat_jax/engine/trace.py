@@ -17,7 +17,7 @@ from flax import nnx
 
 from carat_jax.cache.bank import CacheKinds, empty_bank
 from carat_jax.config import Config
-from carat_jax.engine.shapes import attention_options, padded_row, size_text
+from carat_jax.engine.shapes import compute_options, padded_row, size_text
 from carat_jax.families import ModelConfig
 from carat_jax.model.params import merge
 from carat_jax.model.taps import Taps, tap_names
@@ -57,7 +57,7 @@ class Tracer:
 
     def __init__(self, config: Config, model: ModelConfig, graph: nnx.GraphDef):
         self._model, self._graph, self._dtype = model, graph, jnp.dtype(config.dtype)
-        self._options = options = attention_options(config)
+        self._options = options = compute_options(config)
         cache = config.cache
         self._kinds = CacheKinds(cache.local_layers, cache.global_layers, options.ring_block)
         self._compiled: dict[frozenset[str], Callable] = {}

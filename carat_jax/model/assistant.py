@@ -39,8 +39,9 @@ from carat_jax.model.json_file import read_json
 from carat_jax.model.load_hf import Placement, load_hf
 from carat_jax.model.params import TensorSource, matrix, param, split
 from carat_jax.model.taps import NO_TAPS
-from carat_jax.numerics.attention import PLAIN, AttentionOptions, KeyView, RotatedView
+from carat_jax.numerics.attention import KeyView, RotatedView
 from carat_jax.numerics.layers import embed, linear, precision, rope_tables, tied_head
+from carat_jax.numerics.options import PLAIN, ComputeOptions
 
 # Chooses draft i of a burst from its logits: tokens, and the log-law they were drawn from.
 Choice = Callable[[Float[Array, "B V"], int], tuple[Int[Array, "B"], Float[Array, "B V"]]]
@@ -124,7 +125,7 @@ class Assistant(nnx.Module):
         hidden: Float[Array, "B D"],
         positions: Int[Array, "B"],
         views: Views,
-        options: AttentionOptions = PLAIN,
+        options: ComputeOptions = PLAIN,
     ) -> tuple[Float[Array, "B d"], Float[Array, "B D"]]:
         """One draft step.
 
@@ -133,7 +134,7 @@ class Assistant(nnx.Module):
           hidden: the final-normed state that produced it, or what the step before returned.
           positions: index of the burst's bonus token, which is the number of verified keys.
           views: from `target_views`.
-          options: how attention is computed.
+          options: which implementations compute it.
 
         Returns:
           The state for the head, and the `hidden` of the next step.
@@ -243,7 +244,7 @@ def draft(
     positions: Lengths,
     num_drafts: int,
     bias: Float[Array, "B V"] | None = None,
-    options: AttentionOptions = PLAIN,
+    options: ComputeOptions = PLAIN,
     choose: Choice | None = None,
 ) -> Burst:
     """Drafts `num_drafts` tokens, the best ones unless `choose` says otherwise.
@@ -257,7 +258,7 @@ def draft(
       positions: index of that token, the number of positions in the caches.
       num_drafts: M.
       bias: added to the scores before the choice; -inf keeps a token from being drafted.
-      options: how attention is computed.
+      options: which implementations compute it.
       choose: from the logits `[B, V]` of draft i, its tokens and the log-law they were drawn from.
     """
     table, scale = target.embed_tokens.get_value(), math.sqrt(target.config.hidden_size)

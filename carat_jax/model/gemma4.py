@@ -21,15 +21,10 @@ from jax.typing import DTypeLike
 from carat_jax.array_types import Array, Float, Hidden, Int, Lengths, Slots, Tokens
 from carat_jax.cache.bank import CacheBank
 from carat_jax.families import LayerSpec, ModelConfig
+from carat_jax.model.moe import Experts, Router
 from carat_jax.model.params import TensorSource, matrix, param, vector
 from carat_jax.model.taps import NO_TAPS, Taps
-from carat_jax.numerics.attention import (
-    PLAIN,
-    AttentionOptions,
-    KeyView,
-    RotatedView,
-    attend,
-)
+from carat_jax.numerics.attention import KeyView, RotatedView, attend
 from carat_jax.numerics.layers import (
     embed,
     gelu_gate,
@@ -42,6 +37,7 @@ from carat_jax.numerics.layers import (
     soft_cap,
     tied_head,
 )
+from carat_jax.numerics.options import PLAIN, ComputeOptions
 
 
 @dataclasses.dataclass
@@ -55,7 +51,7 @@ class StepContext:
     starts: Lengths
     num_valid: Lengths
     slots: Slots | None
-    options: AttentionOptions
+    options: ComputeOptions
     positions: Int[Array, "B T"]
     rope: dict[bool, tuple[Array, Array]]
     caches: dict
@@ -216,7 +212,10 @@ class PerLayerInput(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer: attention and MLP, each between two norms, and the trained residual scale."""
+    """One layer: attention and MLP, each between two norms, and the trained residual scale.
+
+    Where the model has experts, they and the MLP run side by side, each with norms of its own.
+    """
 
     def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
         def norm(name: str) -> RMSNorm:
@@ -228,6 +227,13 @@ class DecoderLayer(nnx.Module):
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
         self.mlp = MLP(config, index, dtype)
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
+        has_experts = config.layer(index).num_experts > 0
+        self.router = Router(config, index, dtype) if has_experts else None
+        self.experts = Experts(config, index, dtype) if has_experts else None
+        if has_experts:
+            self.post_feedforward_layernorm_1 = norm("post_feedforward_layernorm_1")
+            self.pre_feedforward_layernorm_2 = norm("pre_feedforward_layernorm_2")
+            self.post_feedforward_layernorm_2 = norm("post_feedforward_layernorm_2")
         self.per_layer_input = (
             PerLayerInput(config, index, dtype) if config.hidden_size_per_layer_input else None
         )
@@ -241,11 +247,24 @@ class DecoderLayer(nnx.Module):
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), step))
         with jax.named_scope("mlp"):
             out = step.taps.put(f"{name}.mlp.out", self.mlp(self.pre_feedforward_layernorm(x)))
+            if self.experts is not None:
+                out = self.post_feedforward_layernorm_1(out) + self._mixture(x, step)
             x = x + self.post_feedforward_layernorm(out)
         if self.per_layer_input is not None:
             with jax.named_scope("per_layer_input"):
                 x = x + step.taps.put(f"{name}.per_layer.out", self.per_layer_input(x, per_layer))
         return x * self.layer_scalar.get_value()
+
+    def _mixture(self, x: Hidden, step: StepContext) -> Hidden:
+        """The experts' part, from the residual `x`: the router sees it un-normed."""
+        with jax.named_scope("experts"):
+            weights, chosen = self.router(x)
+            # Rows that hold no token choose nobody, so that nothing is read for them.
+            is_token = jnp.arange(x.shape[1]) < step.num_valid[:, None]
+            chosen = jnp.where(is_token[..., None], chosen, self.router.num_experts)
+            normed = self.pre_feedforward_layernorm_2(x)
+            mixed = self.experts(normed, weights, chosen, step.options.experts)
+            return self.post_feedforward_layernorm_2(mixed)
 
 
 class PerLayerEmbedding(nnx.Module):
@@ -289,17 +308,9 @@ class Gemma4(nnx.Module):
     Args:
       config: the model's facts.
       dtype: storage and activation type, bfloat16 or float32.
-
-    Raises:
-      NotImplementedError: the model has a mixture of experts.
     """
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
-        if config.enable_moe_block:
-            raise NotImplementedError(
-                "Gemma 4 26B-A4B (mixture of experts) is not supported yet; "
-                "31B, 12B, E4B and E2B are"
-            )
         self.config = config
         self.embed_tokens = param(
             (config.vocab_size, config.hidden_size),
@@ -322,7 +333,7 @@ class Gemma4(nnx.Module):
         bank: CacheBank,
         num_valid: Lengths,
         slots: Slots | None = None,
-        options: AttentionOptions = PLAIN,
+        options: ComputeOptions = PLAIN,
         taps: Taps = NO_TAPS,
     ) -> tuple[Hidden, CacheBank]:
         """Runs T new positions of some slots through the model.
@@ -333,7 +344,7 @@ class Gemma4(nnx.Module):
           num_valid: real rows of each slot, `[b]`; 0 leaves a slot as it is.
           slots: which cache slot each row of `tokens` belongs to, `[b]`, all different; None is all
             slots in order, which spares a copy of the caches.
-          options: how attention is computed.
+          options: which implementations compute it.
           taps: collects what a trace wants to see.
 
         Returns:

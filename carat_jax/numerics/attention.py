@@ -6,7 +6,7 @@ what memory such an entry contains (zeros, old rows, NaN) never reaches a result
 
 A view is what the queries of one step may look at on one layer. Layers that share a cache share
 the view. `attend` is plain JAX over any view, or the Pallas kernel for its kind, as the
-`AttentionOptions` say; nothing falls back from one to the other.
+`ComputeOptions` say; nothing falls back from one to the other.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from carat_jax.array_types import (
     Values,
 )
 from carat_jax.numerics.layers import product
+from carat_jax.numerics.options import PLAIN, ComputeOptions
 from pallas_kernels.grouped_attention import grouped_attention
 from pallas_kernels.per_head_attention import per_head_attention
 from pallas_kernels.prefill_attention import prefill_attention, prefill_ring_attention
@@ -36,32 +37,6 @@ from pallas_kernels.tiles import MAX_ROWS
 
 # Scores held at once, in elements: above this the queries are taken in blocks (1 GiB of float32).
 _MAX_SCORES = 2**28
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionOptions:
-    """How attention is computed, static: each choice is another executable, the same sum rounded.
-
-    Attributes:
-      impl: "xla", or "triton" / "interpret" for the Pallas kernels.
-      is_fused: one kernel a layer instead of scores, softmax and values one after the other.
-      group_heads: query heads of one KV head form one matrix.
-      num_keys: keys a global layer's three separate stages look at; None looks at the whole cache.
-    """
-
-    impl: str = "xla"
-    is_fused: bool = True
-    group_heads: bool = True
-    num_keys: int | None = None
-
-    @property
-    def ring_block(self) -> int:
-        """What a ring's capacity must be a multiple of."""
-        return 1 if self.impl == "xla" else 64
-
-
-# Plain JAX, grouped, over whole caches.
-PLAIN = AttentionOptions()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +173,7 @@ def attend(
     query_pos: Positions,
     view: KeyView | RotatedView,
     window: int | None,
-    options: AttentionOptions = PLAIN,
+    options: ComputeOptions = PLAIN,
 ) -> Queries:
     """Softmax attention with unscaled scores; query head n reads KV head n // (N / K).
 
@@ -251,7 +226,7 @@ def _attend_plain(
     query_pos: Positions,
     view: KeyView | RotatedView,
     window: int | None,
-    options: AttentionOptions,
+    options: ComputeOptions,
 ) -> Queries:
     """`attend` in plain JAX: scores and softmax in float32, probabilities in the values' type."""
     num_keys = view.v.shape[2]

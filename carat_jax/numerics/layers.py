@@ -6,6 +6,7 @@ The formulas are those of transformers 5.17 (`modeling_gemma4`), where Gemma 4 d
 predecessors: norm weights multiply as they are, without one added, and scores are not scaled.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -113,10 +114,19 @@ def product(subscripts: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> 
             subscripts, a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32
         )
 
+    return widened_on_cpu(multiply, a, b)
+
+
+def widened_on_cpu(
+    multiply: Callable[[Array, Array], Array], a: Float[Array, "..."], b: Float[Array, "..."]
+) -> Array:
+    """`multiply(a, b)`, a product that returns float32, with both widened first on a CPU.
+
+    XLA's CPU backend has no such bfloat16 product for every shape; widening is exact and the sum
+    the same.
+    """
     if a.dtype == jnp.float32:
         return multiply(a, b)
-    # XLA's CPU backend has no bfloat16 product with a float32 result for every shape; widening
-    # first is exact and the same sum.
     return lax.platform_dependent(
         a,
         b,

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Tensor parallelism: KV heads (with their query groups) and MLP columns are split, the rest copied.
-TENSOR_PARALLEL: Mapping[str, str] = {"kv_heads": "model", "mlp": "model"}
+# KV heads (with their query groups), MLP columns and experts are split, all else is copied.
+TENSOR_PARALLEL: Mapping[str, str] = {"kv_heads": "model", "mlp": "model", "experts": "model"}
 
 
 def sharding(

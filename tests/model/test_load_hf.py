@@ -76,6 +76,17 @@ def expected_layer(config, weights, i):
         params["self_attn.k_norm.weight"] = tensor("self_attn.k_norm.weight")
     for side in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
         params[f"{side}_layernorm.weight"] = tensor(f"{side}_layernorm.weight")
+    if config["enable_moe_block"]:
+        packed = tensor("experts.gate_up_proj")
+        params["experts.gate_up_proj"] = np.stack(np.split(packed, 2, axis=1), axis=1)
+        params["experts.down_proj"] = tensor("experts.down_proj")
+        params["router.proj"] = tensor("router.proj.weight").T
+        for name in (
+            *("router.scale", "router.per_expert_scale"),
+            *("pre_feedforward_layernorm_2.weight", "post_feedforward_layernorm_1.weight"),
+            "post_feedforward_layernorm_2.weight",
+        ):
+            params[name] = tensor(name)
     if config["hidden_size_per_layer_input"]:
         params["per_layer_input.gate"] = tensor("per_layer_input_gate.weight").T
         params["per_layer_input.projection"] = tensor("per_layer_projection.weight").T

@@ -47,7 +47,7 @@ def refusal(folder, specs) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["T4", "T4e"])
+@pytest.mark.parametrize("name", ["T4", "T4e", "26b"])
 def test_every_bit_and_every_small_file_comes_back(tmp_path, name, dtype):
     folder, weights, source = converted(tmp_path, name, dtype)
     assert is_orbax(folder)

@@ -1,0 +1,87 @@
+"""A mixture of experts beside the dense MLP: which experts a token takes, and what they add.
+
+    r = router.proj(RMS(a) * router.scale / sqrt(D)),  a the residual after attention, not normed
+    w = softmax over all experts of r, the k best of it, renormalised, times router.per_expert_scale
+    e = sum over the k experts of w * down(gelu(gate z) * up z),  z = pre_feedforward_layernorm_2(a)
+
+The router is computed in float32 from the residual on: a choice that rounding turns moves the
+layer's output by far more than rounding itself. Formulas: transformers 5.17, `modeling_gemma4`.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from carat_jax.array_types import ExpertIds, ExpertWeights, Hidden
+from carat_jax.families import ModelConfig
+from carat_jax.model.params import TensorSource, matrix, param, vector
+from carat_jax.numerics.experts import expert_mlp
+from carat_jax.numerics.layers import product, rms_norm
+
+
+class Router(nnx.Module):
+    """Chooses every token's experts and how much each counts."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
+        spec, prefix, width = config.layer(index), f"layers.{index}.router", config.hidden_size
+        self.num_experts, self.top_k = spec.num_experts, spec.top_k_experts
+        self.eps, self.factor = config.rms_norm_eps, width**-0.5
+        self.proj = matrix(f"{prefix}.proj.weight", width, spec.num_experts, ("embed", None), dtype)
+        self.scale = vector(f"{prefix}.scale", width, dtype)
+        self.per_expert_scale = vector(f"{prefix}.per_expert_scale", spec.num_experts, dtype)
+
+    def __call__(self, x: Hidden) -> tuple[ExpertWeights, ExpertIds]:
+        """Weights, float32, and ids of each token's experts, the likeliest first.
+
+        Of experts with equal scores the one with the lower id comes first.
+        """
+        normed = rms_norm(x.astype(jnp.float32), eps=self.eps)
+        normed *= self.scale.get_value().astype(jnp.float32) * self.factor
+        weight = self.proj.get_value().astype(jnp.float32)
+        top, chosen = lax.top_k(product("btd,de->bte", normed, weight), self.top_k)
+        # The k best of a softmax, renormalised, are the softmax of the k best scores.
+        scales = self.per_expert_scale.get_value().astype(jnp.float32)
+        return jax.nn.softmax(top) * scales[chosen], chosen
+
+
+class Experts(nnx.Module):
+    """The experts' weights, packed as the checkpoint packs them: each `[out, in]`, all in one."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
+        spec, prefix, width = config.layer(index), f"layers.{index}.experts", config.hidden_size
+        count, mlp = spec.num_experts, spec.expert_width
+        self.gate_up_proj = param(
+            (count, 2, mlp, width),
+            dtype,
+            axes=("experts", None, None, "embed"),
+            fan_in=width,
+            tensors=(
+                TensorSource(
+                    f"{prefix}.gate_up_proj",
+                    shape=(count, 2 * mlp, width),
+                    view=(count, 2, mlp, width),
+                ),
+            ),
+        )
+        self.down_proj = param(
+            (count, width, mlp),
+            dtype,
+            axes=("experts", "embed", None),
+            fan_in=mlp,
+            tensors=(TensorSource(f"{prefix}.down_proj", (count, width, mlp)),),
+        )
+
+    def __call__(self, x: Hidden, weights: ExpertWeights, chosen: ExpertIds, impl: str) -> Hidden:
+        """The weighted sum of what each token's experts make of it."""
+        rows, top_k = x.shape[0] * x.shape[1], weights.shape[-1]
+        out = expert_mlp(
+            x.reshape(rows, -1),
+            weights.reshape(rows, top_k),
+            chosen.reshape(rows, top_k),
+            self.gate_up_proj.get_value(),
+            self.down_proj.get_value(),
+            impl,
+        )
+        return out.reshape(x.shape)

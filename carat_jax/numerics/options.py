@@ -1,0 +1,36 @@
+"""Which implementation computes the parts of a layer that have several, as one static value.
+
+Each choice is another executable of the same sum, rounded differently; nothing falls back from one
+to another. What was asked for is in the settings; `engine.shapes` makes this of it.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeOptions:
+    """How a model's layers are computed.
+
+    Attributes:
+      impl: attention by "xla", or by the Pallas kernels, "triton" or "interpret".
+      is_fused: one kernel a layer instead of scores, softmax and values one after the other.
+      group_heads: query heads of one KV head form one matrix.
+      num_keys: keys a global layer's three separate stages look at; None looks at the whole cache.
+      experts: products of a mixture's experts: "dense" or "ragged_dot" in plain JAX, or the Pallas
+        kernel, "triton" or "interpret"; see `numerics.experts`.
+    """
+
+    impl: str = "xla"
+    is_fused: bool = True
+    group_heads: bool = True
+    num_keys: int | None = None
+    experts: str = "dense"
+
+    @property
+    def ring_block(self) -> int:
+        """What a ring's capacity must be a multiple of."""
+        return 1 if self.impl == "xla" else 64
+
+
+# Plain JAX, grouped, over whole caches.
+PLAIN = ComputeOptions()

@@ -1,0 +1,247 @@
+"""The experts of a mixture: only the weights of chosen experts are read, each of them once.
+
+A pair is a token and one of its experts. A program takes all tokens of one expert (of up to
+`FEW_ROWS` tokens in all; of more, a tile of them from the pairs sorted by expert) and some columns
+of that expert's matrices, so that a verify pass reads the union of its rows' experts once. One
+kernel does gate, up, gelu and their product, the second down and the pair's weight; a token's pairs
+are then summed in the order of its choices. No atomics: the result is the same bit for bit, and a
+row's does not depend on its neighbours'.
+
+The grid has a program for every pair, whatever was chosen: of the pairs that share an expert the
+first one's program works and the others stop at once.
+"""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import reference, tiles
+from pallas_kernels.dispatch import choose
+from pallas_kernels.tiles import ProductTile, next_power_of_two
+
+_LOG2_E = 1.4426950408889634
+_GELU_SCALE = 2 * (2 / jnp.pi) ** 0.5 * _LOG2_E
+
+
+def expert_mlp(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
+    """The sum over k of weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k].
+
+    Args:
+      x: [R, D].
+      weights: float32 [R, k].
+      chosen: int32 [R, k], ids of experts, all different in a row; E is no expert, and a row
+        without any gives zeros.
+      gate_up: [E, 2, F, D], each matrix [out, in].
+      down: [E, D, F].
+      impl: "triton", "xla", "interpret", or None for Triton on a GPU and xla elsewhere.
+      tile: overrides the tiles of the two products, a pair.
+
+    Returns:
+      [R, D] in x's dtype.
+
+    Raises:
+      NotImplementedError: a named impl cannot run this shape, dtype or device.
+    """
+    rows, hidden = x.shape
+    num_experts, _, width, _ = gate_up.shape
+    top_k = chosen.shape[1]
+    if weights.shape != (rows, top_k) or chosen.shape != (rows, top_k):
+        raise ValueError(
+            f"expert_mlp: weights {weights.shape} and chosen {chosen.shape} of {rows=}"
+        )
+    if gate_up.shape[1:] != (2, width, hidden) or down.shape != (num_experts, hidden, width):
+        raise ValueError(
+            f"expert_mlp: gate_up {gate_up.shape} and down {down.shape} do not fit {hidden=}"
+        )
+    reason = on_triton = None
+    if hidden % 16 or width % 16:
+        reason = f"hidden {hidden} and width {width} are not multiples of 16"
+    elif gate_up.size >= 2**31:
+        reason = f"gate_up {gate_up.shape} has more numbers than an int32 counts"
+    if any(array.dtype != jnp.bfloat16 for array in (x, gate_up, down)):
+        on_triton = f"{x.dtype.name} tokens, {gate_up.dtype.name} weights: Triton takes bfloat16"
+    impl = choose("expert_mlp", impl, reason, on_triton)
+    if impl == "xla":
+        return reference.expert_mlp(x, weights, chosen, gate_up, down)
+    device = tiles.current_device()
+    tile = tile or tiles.expert_tiles(rows=rows, hidden=hidden, width=width, device=device)
+    return _run(x, weights, chosen, gate_up, down, tile=tile, interpret=impl == "interpret")
+
+
+@dataclasses.dataclass(frozen=True)
+class Direct:
+    """Pairs of few tokens: row r of a program's tile is token r, if it chose the program's expert.
+
+    The program of pair p belongs to p's expert and works if no earlier pair has the same.
+    """
+
+    num_rows: int
+    top_k: int
+    num_experts: int
+
+    @property
+    def num_programs(self) -> int:
+        """One a pair."""
+        return self.num_rows * self.top_k
+
+    def find(self, tile_rows, chosen_ref):
+        """(expert, whether there is work, tokens of the tile, their pairs, which of them exist)."""
+        slot = pl.program_id(1)
+        row, k = jnp.arange(tile_rows)[:, None], jnp.arange(next_power_of_two(self.top_k))[None]
+        pair = row * self.top_k + k
+        exists = (row < self.num_rows) & (k < self.top_k)
+        ids = plt.load(chosen_ref.at[pair], mask=exists, other=self.num_experts)
+        expert = chosen_ref[slot]
+        hit = ids == expert
+        first = jnp.where(hit, pair, self.num_programs).min()
+        works = (first == slot) & (expert < self.num_experts)
+        hit &= works
+        # Rows without a pair still name different ones: the interpreter writes masked rows back.
+        pair = (row * self.top_k + jnp.where(hit, k, 0)).max(1)
+        return expert, works, row[:, 0], pair, hit.sum(1) > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sorted:
+    """Pairs of many tokens, sorted by expert and cut into tiles; tables from `_sort_pairs`."""
+
+    num_programs: int
+    top_k: int
+
+    def find(self, tile_rows, order_ref, experts_ref, starts_ref, ends_ref):
+        """(expert, whether there is work, tokens of the tile, their pairs, which of them exist)."""
+        group = pl.program_id(1)
+        start, end = starts_ref[group], ends_ref[group]
+        place = start + jnp.arange(tile_rows)
+        pair = plt.load(order_ref.at[place], mask=place < len(order_ref), other=len(order_ref))
+        return experts_ref[group], start < end, pair // self.top_k, pair, place < end
+
+
+def _sort_pairs(chosen, num_experts, tile_rows):
+    """The pairs' order by expert, and of each tile its expert, first and one-past-last place.
+
+    Tiles of `tile_rows` pairs of one expert, as many as any choice of experts can need.
+    """
+    flat, num_pairs = chosen.reshape(-1), chosen.size
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    ends = jnp.searchsorted(flat[order], jnp.arange(num_experts), side="right").astype(jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    num_tiles = -((starts - ends) // tile_rows)
+    last_tiles = jnp.cumsum(num_tiles)
+    most = min(num_pairs, num_experts)
+    tile = jnp.arange(most + (num_pairs - most) // tile_rows, dtype=jnp.int32)
+    expert = jnp.searchsorted(last_tiles, tile, side="right").astype(jnp.int32)
+    known = jnp.minimum(expert, num_experts - 1)
+    first = starts[known] + (tile - last_tiles[known] + num_tiles[known]) * tile_rows
+    return order, known, first, jnp.where(expert < num_experts, ends[known], 0)
+
+
+def _sum_blocks(tile, num_inputs, works, load_rows, weight_refs, expert, columns):
+    """Products of the tile's rows with columns of some matrices of an expert, float32.
+
+    A program that does not work loads nothing.
+    """
+    steps = jnp.where(works, num_inputs // tile.block, 0)
+    on_matrix_units = tile.rows >= 16
+    shape = (tile.rows, tile.columns) if on_matrix_units else (tile.rows, tile.columns, tile.block)
+
+    def step(i, sums):
+        inputs = pl.ds(i * tile.block, tile.block)
+        rows = load_rows(i * tile.block + jnp.arange(tile.block))
+        blocks = [ref[(expert, *at, columns, inputs)] for ref, at in weight_refs]
+        if on_matrix_units:
+            return [total + plt.dot(rows, w.T) for total, w in zip(sums, blocks, strict=True)]
+        rows = rows.astype(jnp.float32)[:, None]
+        return [t + rows * w.astype(jnp.float32)[None] for t, w in zip(sums, blocks, strict=True)]
+
+    sums = [jnp.zeros(shape, jnp.float32) for _ in weight_refs]
+    sums = lax.fori_loop(0, steps, step, sums)
+    return sums if on_matrix_units else [total.sum(2) for total in sums]
+
+
+def _masked_rows(ref, rows, exists):
+    """Loads columns of given rows, zeros where the row does not exist."""
+
+    def load(columns):
+        return plt.load(ref.at[rows[:, None], columns[None]], mask=exists[:, None], other=0.0)
+
+    return load
+
+
+def _gate_up_kernel(pairs, tile, x_ref, gate_up_ref, *refs):
+    """gelu(gate x) * up x of one expert's tokens: grid (column tiles, tiles of pairs)."""
+    *tables, out_ref = refs
+    expert, works, token, pair, exists = pairs.find(tile.rows, *tables)
+    first = pl.program_id(0) * tile.columns
+    columns = pl.ds(first, tile.columns)
+    load = _masked_rows(x_ref, token, exists)
+    weights = [(gate_up_ref, (i,)) for i in range(2)]
+    gate, up = _sum_blocks(tile, x_ref.shape[1], works, load, weights, expert, columns)
+    # The tanh form of gelu: (1 + tanh(z)) / 2 is the logistic function of 2 z.
+    cubic = gate + 0.044715 * gate * gate * gate
+    gated = gate / (1 + jnp.exp2(-_GELU_SCALE * cubic)) * up
+    at = out_ref.at[pair[:, None], first + jnp.arange(tile.columns)[None]]
+    plt.store(at, gated.astype(out_ref.dtype), mask=exists[:, None])
+
+
+def _down_kernel(pairs, tile, gated_ref, down_ref, weight_ref, *refs):
+    """One expert's share of its tokens, weighted: grid (column tiles, tiles of pairs)."""
+    *tables, out_ref = refs
+    expert, works, _, pair, exists = pairs.find(tile.rows, *tables)
+    first = pl.program_id(0) * tile.columns
+    load = _masked_rows(gated_ref, pair, exists)
+    columns, weights = pl.ds(first, tile.columns), [(down_ref, ())]
+    (total,) = _sum_blocks(tile, gated_ref.shape[1], works, load, weights, expert, columns)
+    weight = plt.load(weight_ref.at[pair], mask=exists, other=0.0)
+    at = out_ref.at[pair[:, None], first + jnp.arange(tile.columns)[None]]
+    plt.store(at, total * weight[:, None], mask=exists[:, None])
+
+
+def _call(name, kernel, pairs, tile: ProductTile, arrays, columns, out, interpret):
+    """pallas_call over whole arrays, `columns` outputs in tiles for every tile of pairs."""
+
+    def run(*refs):
+        kernel(pairs, tile, *refs)
+
+    run.__name__ = run.__qualname__ = name
+    return pl.pallas_call(
+        run,
+        grid=(columns // tile.columns, pairs.num_programs),
+        out_shape=out,
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name=name,
+    )(*arrays)
+
+
+# Jitted so that a step that calls it once a layer traces and lowers it once.
+@functools.partial(jax.jit, static_argnames=("tile", "interpret"))
+def _run(x, weights, chosen, gate_up, down, *, tile, interpret):
+    """Both kernels, and the sum of each token's pairs."""
+    (rows, top_k), (num_experts, _, width, hidden) = chosen.shape, gate_up.shape
+    first, second = tile
+    chosen = chosen.astype(jnp.int32)
+    if rows <= first.rows:
+        pairs, tables = Direct(rows, top_k, num_experts), (chosen.reshape(-1),)
+    else:
+        tables = _sort_pairs(chosen, num_experts, first.rows)
+        pairs = Sorted(len(tables[1]), top_k)
+    num_pairs = rows * top_k
+    gated = _call(
+        "carat_expert_gate_up", _gate_up_kernel, pairs, first, (x, gate_up, *tables), width,
+        jax.ShapeDtypeStruct((num_pairs, width), x.dtype), interpret,
+    )  # fmt: skip
+    parts = _call(
+        "carat_expert_down", _down_kernel, pairs, second,
+        (gated, down, weights.astype(jnp.float32).reshape(-1), *tables), hidden,
+        jax.ShapeDtypeStruct((num_pairs, hidden), jnp.float32), interpret,
+    )  # fmt: skip
+    # What no expert wrote is not zero but undefined.
+    parts = jnp.where((chosen < num_experts)[..., None], parts.reshape(rows, top_k, hidden), 0)
+    return functools.reduce(operator.add, (parts[:, k] for k in range(top_k))).astype(x.dtype)

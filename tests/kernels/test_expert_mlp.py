@@ -1,0 +1,160 @@
+"""The expert kernel against a float64 oracle under every kind of routing that could trip it.
+
+On a CPU toy sizes run through the Pallas interpreter; with CARAT_TEST_GPU the sizes of the 26B run
+through Triton.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import expert_mlp, tiles
+from pallas_kernels.tiles import ProductTile
+from tests.kernels.bodies import relative_error
+from tests.oracle import gelu_tanh
+
+ON_GPU = jax.default_backend() == "gpu"
+IMPL = "triton" if ON_GPU else "interpret"
+SIZES = (128, 2816, 704, 8) if ON_GPU else (16, 64, 48, 4)  # E, D, F, k
+RUN = functools.partial(expert_mlp, impl=IMPL)
+ROUTINGS = ("random", "one_expert", "all_distinct", "same_set", "some_without", "none")
+
+
+def route(kind, num_rows, rng):
+    """Choices [R, k] of one kind; E means no expert."""
+    num_experts, _, _, top_k = SIZES
+    random = np.array([rng.permutation(num_experts)[:top_k] for _ in range(num_rows)])
+    if kind == "one_expert":  # every row takes expert 5 and nobody else
+        return np.where(np.arange(top_k) == 1, 5, np.full_like(random, num_experts))
+    if kind == "all_distinct":  # as few rows share an expert as can be
+        return np.arange(num_rows * top_k).reshape(num_rows, top_k) % num_experts
+    if kind == "same_set":
+        return np.tile(random[:1], (num_rows, 1))
+    if kind == "some_without":
+        random[rng.uniform(size=random.shape) < 0.3] = num_experts
+        random[::3] = num_experts
+    return np.full_like(random, num_experts) if kind == "none" else random
+
+
+def make(kind, num_rows, dtype=jnp.bfloat16, poison=0.0):
+    """The kernel's arguments; the experts nobody chose hold `poison`."""
+    num_experts, hidden, width, top_k = SIZES
+    rng = np.random.default_rng([num_rows, len(kind)])
+    chosen = route(kind, num_rows, rng)
+    gate_up = rng.standard_normal((num_experts, 2, width, hidden), np.float32) / hidden**0.5
+    down = rng.standard_normal((num_experts, hidden, width), np.float32) / width**0.5
+    unused = np.setdiff1d(np.arange(num_experts), chosen)
+    gate_up[unused], down[unused] = poison, poison
+    x = rng.standard_normal((num_rows, hidden), np.float32)
+    weights = jnp.asarray(rng.uniform(0.05, 1, (num_rows, top_k)), jnp.float32)
+    x, gate_up, down = (jnp.asarray(array, dtype) for array in (x, gate_up, down))
+    return x, weights, jnp.asarray(chosen, jnp.int32), gate_up, down
+
+
+def exact(x, weights, chosen, gate_up, down):
+    """Expert by expert in float64."""
+    x, weights, chosen = (np.asarray(array).astype(np.float64) for array in (x, weights, chosen))
+    out = np.zeros(x.shape)
+    for expert in range(len(gate_up)):
+        share = np.where(chosen == expert, weights, 0).sum(1)
+        rows = np.flatnonzero((chosen == expert).any(1))
+        if rows.size:
+            gate, up = (x[rows] @ np.asarray(m).astype(np.float64).T for m in gate_up[expert])
+            made = (gelu_tanh(gate) * up) @ np.asarray(down[expert]).astype(np.float64).T
+            out[rows] += share[rows, None] * made
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("num_rows", [1, 4, 19, 64, 100] if not ON_GPU else [1, 4, 8, 33, 64, 200])
+def test_any_routing_matches_float64(kind, num_rows):
+    arrays = make(kind, num_rows)
+    got = np.asarray(RUN(*arrays)).astype(np.float64)
+    want = exact(*arrays)
+    assert relative_error(got, want) <= 5e-3
+    assert not got[(np.asarray(arrays[2]) == SIZES[0]).all(1)].any(), "no expert gives zeros"
+    # then again bit for bit, and with NaN in all weights that nobody chose
+    np.testing.assert_array_equal(got, np.asarray(RUN(*arrays)).astype(np.float64))
+    poisoned = np.asarray(RUN(*make(kind, num_rows, poison=np.nan))).astype(np.float64)
+    np.testing.assert_array_equal(got, poisoned)
+
+
+@pytest.mark.gpu
+def test_a_row_is_the_same_bit_for_bit_whoever_its_neighbours_are():
+    x, weights, chosen, gate_up, down = make("random", 8)
+    together = np.asarray(RUN(x, weights, chosen, gate_up, down))
+    for row in (0, 5):
+        others = jnp.full_like(chosen, SIZES[0]).at[row].set(chosen[row])
+        alone = np.asarray(RUN(x, weights, others, gate_up, down))
+        np.testing.assert_array_equal(alone[row], together[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_sums_without_matrix_instructions_agree(num_rows):
+    tile = (ProductTile(rows=num_rows, columns=16, block=16, warps=4, stages=1),) * 2
+    arrays = make("random", num_rows)
+    got = np.asarray(expert_mlp(*arrays, impl=IMPL, tile=tile)).astype(np.float64)
+    assert relative_error(got, exact(*arrays)) <= 5e-3
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter's own types")
+@pytest.mark.parametrize("impl", ["xla", "interpret"])
+def test_float32_is_exact_to_rounding(impl):
+    for num_rows in (3, 80):
+        arrays = make("some_without", num_rows, jnp.float32)
+        assert relative_error(np.asarray(expert_mlp(*arrays, impl=impl)), exact(*arrays)) < 2e-6
+
+
+def test_refusals_name_the_shape_and_the_limit():
+    def refused(match, error=NotImplementedError, impl="triton", change=None, dtype=jnp.bfloat16):
+        shapes = {"x": (2, 64), "weights": (2, 4), "chosen": (2, 4)}
+        shapes |= {"gate_up": (16, 2, 48, 64), "down": (16, 64, 48)} | (change or {})
+        kinds = {"weights": jnp.float32, "chosen": jnp.int32}
+        arrays = [jax.ShapeDtypeStruct(s, kinds.get(n, dtype)) for n, s in shapes.items()]
+        with pytest.raises(error, match=match):
+            jax.eval_shape(lambda *a: expert_mlp(*a, impl=impl), *arrays)
+
+    refused("Triton takes bfloat16", dtype=jnp.float32)
+    refused("impl='cudnn'", error=ValueError, impl="cudnn")
+    refused("of rows=2", error=ValueError, change={"chosen": (2, 3)})
+    refused("do not fit hidden=64", error=ValueError, change={"down": (16, 48, 64)})
+    odd = {"gate_up": (16, 2, 40, 64), "down": (16, 64, 40)}
+    refused("width 40 are not multiples of 16", change=odd)
+    huge = {"gate_up": (2**18, 2, 64, 64), "down": (2**18, 64, 64)}
+    refused("more numbers than an int32 counts", change=huge)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+@pytest.mark.parametrize("num_rows", [1, 4, 64, 512])
+def test_the_kernel_lowers_with_tiles_that_fit(num_rows, device):
+    num_experts, hidden, width, top_k = 128, 2816, 704, 8
+    memory, processors = tiles.limits(device)
+    chosen = tiles.expert_tiles(rows=num_rows, hidden=hidden, width=width, device=device)
+    for tile, matrices, inputs, outputs in zip(
+        chosen, (2, 1), (hidden, width), (width, hidden), strict=True
+    ):
+        assert tile.shared_memory(matrices) <= memory
+        assert inputs % tile.block == 0 == outputs % tile.columns
+        if num_rows <= 64:  # one token keeps every multiprocessor busy
+            assert top_k * outputs // tile.columns >= processors
+    kind = jax.sharding.AbstractDevice(device, None, "gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
+    of, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
+    arrays = (
+        of((num_rows, hidden), bf16),
+        of((num_rows, top_k), jnp.float32),
+        of((num_rows, top_k), jnp.int32),
+        of((num_experts, 2, width, hidden), bf16),
+        of((num_experts, hidden, width), bf16),
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(lambda *a: expert_mlp(*a, impl="triton")).trace(*arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for name, tile in zip(("gate_up", "down"), chosen, strict=True):
+        assert f'name = "carat_expert_{name}"' in text
+        assert f"num_stages = {tile.stages} : i32" in text
