@@ -188,6 +188,10 @@ class EngineConfig(Section):
       max_context: Tokens of prompt and output a slot can hold; null is 8,192, or the model's own
         limit if that is less.
       prefill_chunks: Chunk lengths, in tokens, that prefill is compiled for.
+      prefill_budget: Tokens prefilled, padding included, between two rounds of samples that run, so
+        that a long prompt does not hold them up; null is the largest of `prefill_chunks`.
+      reuse_prefix: Whether a prompt that begins with what a free slot still holds, such as the next
+        turn of a conversation, continues from there.
       max_queue: Samples that may wait for a slot; more are refused.
     """
 
@@ -199,7 +203,17 @@ class EngineConfig(Section):
         "a list of ascending whole numbers above 0",
         lambda sizes: sizes and sizes[0] > 0 and list(sizes) == sorted(set(sizes)),
     )
+    prefill_budget: int | None = _count(1, None)
+    reuse_prefix: bool = setting(True)
     max_queue: int = _count(0, 256)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.prefill_budget is not None and self.prefill_budget < self.prefill_chunks[0]:
+            raise ValueError(
+                f"engine.prefill_budget: {self.prefill_budget} does not hold the smallest of "
+                f"engine.prefill_chunks, {self.prefill_chunks[0]}; raise it or add a smaller one"
+            )
 
 
 def _is_model_name(name: str) -> bool:

@@ -36,7 +36,7 @@ def arguments(name, model, num_slots=SLOTS):
         "verify": (model.params, state.bank, zeros(num_slots, MAX_ROWS), zeros(num_slots)),
         "first": (state, logits, one, DRAWN),
         "fork": (state, np.int32(0), slot),
-        "release": (state, slot),
+        "release": (state, slot, slot),
     }[name]
 
 

@@ -16,7 +16,10 @@ from carat_jax.families import ModelConfig
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["bank", "tokens", "hidden", "ids", "is_active", "sampling", "draft"],
+    data_fields=[
+        *("bank", "tokens", "hidden", "ids"),
+        *("is_active", "limits", "sampling", "draft"),
+    ],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class DecodeState:
       hidden: the final-normed state that produced it, `[B, D]`.
       ids: prompt and output of each slot by position, `[B, S]`, the last token included.
       is_active: which slots decode, `[B]`.
+      limits: known ids, prompt and output, at which a slot stops decoding, `[B]`.
       sampling: how each slot draws.
       draft: the drafter's own state, slots first.
     """
@@ -38,6 +42,7 @@ class DecodeState:
     hidden: Float[Array, "B D"]
     ids: Int[Array, "B S"]
     is_active: Bool[Array, "B"]
+    limits: Int[Array, "B"]
     sampling: SamplingState
     draft: Any = ()
 
@@ -53,6 +58,7 @@ def empty_state(
         hidden=jnp.zeros((num_slots, config.hidden_size), dtype),
         ids=jnp.zeros((num_slots, max_context), jnp.int32),
         is_active=jnp.zeros(num_slots, bool),
+        limits=jnp.full(num_slots, jnp.iinfo(jnp.int32).max),
         sampling=empty_sampling(num_slots, config.vocab_size),
         draft=draft,
     )

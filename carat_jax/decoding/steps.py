@@ -7,6 +7,7 @@
     accept    the rest of a round alone
     score     T rows of one slot, log-probabilities of given next tokens
     first     one token for one slot after its prefill
+    release   a slot decodes no more; it is to hold its first positions, or none
 
 Each compiles once per declared shape. `round` is one executable. With `uniform_rows` it is three
 (draft, verify, accept), so that plain and speculative decoding run the very same verify pass.
@@ -191,6 +192,7 @@ def build_steps(
             tokens=jnp.where(state.is_active, drawn.tokens[slots, accepted], state.tokens),
             hidden=jnp.where(state.is_active[:, None], hidden[slots, accepted], state.hidden),
             ids=_record(state.ids, slots, starts + 1, drawn.tokens, num),
+            is_active=state.is_active & (lengths + 1 < state.limits),
             sampling=dataclasses.replace(state.sampling, seen=seen),
             draft=drafter.commit(state.draft, lengths),
         )
@@ -261,18 +263,22 @@ def build_steps(
             state,
             tokens=state.tokens.at[slot].set(token),
             ids=_record(state.ids, slot, position, drawn.tokens, jnp.ones_like(token)),
-            is_active=state.is_active.at[slot].set(True),
+            is_active=state.is_active.at[slot].set(position + 1 < state.limits[slot]),
             sampling=dataclasses.replace(state.sampling, seen=seen),
         )
         return state, drawn
 
-    def admit(state: DecodeState, slot: Array, row: dict[str, Array]) -> DecodeState:
+    def admit(state: DecodeState, slot: Array, limit: Array, row: dict[str, Array]) -> DecodeState:
         fields = row | {"bias": base_bias, "seen": jnp.zeros_like(base_bias, dtype=bool)}
         changed = {
             name: getattr(state.sampling, name).at[slot].set(value)
             for name, value in fields.items()
         }
-        return dataclasses.replace(state, sampling=dataclasses.replace(state.sampling, **changed))
+        return dataclasses.replace(
+            state,
+            limits=state.limits.at[slot].set(limit),
+            sampling=dataclasses.replace(state.sampling, **changed),
+        )
 
     def set_rows(
         state: DecodeState, slot: Array, bias: Float[Array, "V"], seen: Bool[Array, "V"]
@@ -289,8 +295,8 @@ def build_steps(
         parts = {name: getattr(state, name) for name in copied}
         return dataclasses.replace(state, **banks.copy(parts, src, dst))
 
-    def release(state: DecodeState, slot: Array) -> DecodeState:
-        lengths = state.bank.lengths.at[slot].set(0)
+    def release(state: DecodeState, slot: Array, length: Array) -> DecodeState:
+        lengths = state.bank.lengths.at[slot].set(length)
         return dataclasses.replace(
             state,
             bank=dataclasses.replace(state.bank, lengths=lengths),

@@ -24,7 +24,7 @@ from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.engine.drafting import Drafting, open_drafter
 from carat_jax.engine.engine import EngineLoop
 from carat_jax.engine.request import Delta, Request, Result, TokenInfo
-from carat_jax.engine.shapes import compute_options, max_context, size_text
+from carat_jax.engine.shapes import compute_options, max_context, ring_rows, size_text
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.engine.trace import Tracer, matching_names
 from carat_jax.families import FAMILIES, ModelConfig
@@ -117,7 +117,7 @@ def _open(settings: Settings) -> tuple[Settings, Opened, Drafting]:
             f"the model's vocabulary is {model.vocab_size}"
         )
     drafting = open_drafter(config, model, folder, compute_options(config))
-    num_rows = drafting.drafter.num_drafts + 1
+    num_rows = ring_rows(config, drafting.drafter.num_drafts)
     kinds = CacheKinds(config.cache.local_layers, config.cache.global_layers)
     bank_bytes(model, 1, max_context(config, model), num_rows, config.dtype, kinds)
     graph, specs = split(Gemma4(model, jnp.dtype(config.dtype)))

@@ -39,8 +39,9 @@ class Acceptance:
 class Counters:
     """Counts since the engine's start: what their names say.
 
-    A round is a decode step; without a drafter it commits one token a slot. `restarts` are the
-    times the device state was lost and built anew.
+    A round is a decode step; without a drafter it commits one token a slot. `reused_tokens` are
+    those of prompts that a slot held already. `restarts` are the times the device state was lost
+    and built anew.
     """
 
     acceptance: Acceptance
@@ -48,6 +49,7 @@ class Counters:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     prefills: int = 0
+    reused_tokens: int = 0
     rounds: int = 0
     restarts: int = 0
 

@@ -1,8 +1,9 @@
 """The loop: admit, prefill, decode, deliver, release.
 
-The engine is the only holder of mutable state. One call of `step` admits what fits, runs one
-decode step for all slots, and delivers the tokens of the step before: the next step is dispatched
-before the last one's tokens are read, and what was computed past a stop is dropped.
+The engine is the only holder of mutable state. One call of `step` prefills what the scheduler
+allows, runs one decode step for all slots, and delivers the tokens of the step before: the next
+step is dispatched before the last one's tokens are read, and what was computed past a stop is
+dropped.
 
 If a step raises or is interrupted after its donated state was consumed, the state is built anew and
 the samples that were running are prefilled again from the ids they have, which changes none of
@@ -29,21 +30,24 @@ from carat_jax.config import Config, SamplingParams, sampling_from
 from carat_jax.decoding.drafters import NoDrafter, shortened
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.decoding.state import DecodeState, empty_state
-from carat_jax.decoding.steps import Drawn, SamplerKind, StepOptions, Steps, build_steps
+from carat_jax.decoding.steps import Drawn, StepOptions, Steps, build_steps
+from carat_jax.engine.chunks import padded_row, plan_chunks
 from carat_jax.engine.compile_counter import num_compilations
 from carat_jax.engine.counters import Acceptance, Counters
+from carat_jax.engine.delivery import (
+    push,
+    sampler_kind,
+    sampling_row,
+    token_info,
+    vocabulary_rows,
+)
 from carat_jax.engine.draft_length import CHOICES, DraftLength
 from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.limits import Limits
+from carat_jax.engine.prefixes import NOTHING, Held, Reuse
 from carat_jax.engine.request import Request, Sample, TokenInfo
-from carat_jax.engine.scheduler import Admission, Scheduler
-from carat_jax.engine.shapes import (
-    compute_options,
-    key_rungs,
-    max_context,
-    padded_row,
-    plan_chunks,
-)
+from carat_jax.engine.scheduler import Admission, Chunk, Scheduler
+from carat_jax.engine.shapes import compute_options, key_rungs, max_context, ring_rows
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import ModelConfig
 from carat_jax.numerics.padding import padded_keys
@@ -116,10 +120,16 @@ class EngineLoop:
             for m in CHOICES[:-1]:
                 self._shorter_rounds[m] = steps(drafter=shortened(self.drafter, m)).round
         self._last_round: tuple[int, float] | None = None
-        self._scheduler = Scheduler(config.engine.max_batch, config.engine.max_queue)
         self._flights: deque[_Flight] = deque()
         self._is_busy = False
         self._state: DecodeState | None = self._new_state()
+        self._scheduler = Scheduler(
+            config.engine.max_batch,
+            config.engine.max_queue,
+            config.engine.prefill_chunks,
+            config.engine.prefill_budget or config.engine.prefill_chunks[-1],
+            _reuse(self._state) if config.engine.reuse_prefix else None,
+        )
         self._cache_bytes = sum(x.nbytes for x in jax.tree.leaves(self._state.bank.layers))
         self.counters = Counters(Acceptance(self.drafter.num_drafts))
 
@@ -159,7 +169,6 @@ class EngineLoop:
         # likes: amid a step too, which then releases the slots itself.
         if not self._is_busy:
             with self._guarded():
-                self._scheduler.drop_finished()
                 self._release_finished()
 
     @property
@@ -172,73 +181,62 @@ class EngineLoop:
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits, runs or is in flight."""
-        return not (self._scheduler.num_waiting or self._scheduler.running or self._flights)
+        return self._scheduler.is_idle and not self._flights
 
     def step(self) -> None:
-        """Moves every request on by about one token."""
+        """Moves every request on: those that run by a round, the others by their share of it."""
         with self._guarded():
-            self._scheduler.drop_finished()
-            while (admission := self._scheduler.admit()) is not None:
-                self._start(admission)
-            running = self._scheduler.running
-            dispatched = any(sample.wants_more for sample in running.values())
-            if dispatched:
+            for chunk in self._scheduler.chunks():
+                logits = self._prefill(chunk)
+                if chunk.is_last:
+                    self._start(chunk.admission, logits)
+            if dispatched := self._scheduler.wants_round:
                 self._round()
             while len(self._flights) > (_RUN_AHEAD if dispatched else 0):
                 self._deliver(self._flights.popleft())
             self._release_finished()
 
-    def _start(self, admission: Admission) -> None:
-        """Prefills a prompt once and gives every sample its copy and its first token."""
+    def _prefill(self, chunk: Chunk) -> jax.Array:
+        """Adds a chunk to its slot; logits of its last id."""
         self._last_round = None  # the next round is not the only work since the last one
-        slot, request = admission.slots[0], admission.samples[0].request
-        request.start()
-        logits = self._prefill(slot, admission.samples[0].known_ids)
+        admission, slot = chunk.admission, chunk.admission.slots[0]
+        if chunk.is_first:
+            admission.samples[0].request.start()
+            self.counters.prefills += 1
+            self.counters.reused_tokens += admission.reused
+            if admission.reused:
+                self._cut(slot, admission.reused)
+        row, num_valid = padded_row(chunk.ids, chunk.size)
+        self._state, logits = self._steps.prefill(
+            self._params, self._state, row, num_valid, np.full(1, slot, np.int32)
+        )
+        return logits
+
+    def _start(self, admission: Admission, logits: jax.Array) -> None:
+        """Gives every sample its copy of the prefilled slot and its first token."""
         for other in admission.slots[1:]:
-            self._state = self._steps.fork(self._state, np.int32(slot), np.int32(other))
-        for sample, own in zip(admission.samples, admission.slots, strict=True):
-            self._set_sampling(own, sample)
-            kind = _sampler_kind([sample])
+            src = np.int32(admission.slots[0])
+            self._state = self._steps.fork(self._state, src, np.int32(other))
+        for sample, slot in zip(admission.samples, admission.slots, strict=True):
+            sample.length = len(admission.ids)
+            sample.furthest = max(admission.furthest, sample.length)
+            self._set_sampling(slot, sample)
             self._state, drawn = self._steps.first(
-                self._state, logits, np.full(1, own, np.int32), kind
+                self._state, logits, np.full(1, slot, np.int32), sampler_kind([sample])
             )
             sample.num_dispatched += 1
             self._flights.append(_Flight(drawn, {0: sample}, is_round=False))
 
-    def _prefill(self, slot: int, ids: Sequence[int]) -> jax.Array:
-        """Fills a free slot with `ids` in compiled chunk sizes; logits of the last id."""
-        self.counters.prefills += 1
-        logits = None
-        for start, size in plan_chunks(len(ids), self.config.engine.prefill_chunks):
-            chunk, num_valid = padded_row(ids[start : start + size], size)
-            self._state, logits = self._steps.prefill(
-                self._params, self._state, chunk, num_valid, np.full(1, slot, np.int32)
-            )
-        return logits
-
     def _set_sampling(self, slot: int, sample: Sample) -> None:
-        params = sample.request.params
-        row = {
-            "temperature": np.float32(params.temperature),
-            "top_k": np.int32(params.top_k),
-            "top_p": np.float32(params.top_p),
-            "min_p": np.float32(params.min_p),
-            "repetition_penalty": np.float32(params.repetition_penalty),
-            "seed": np.uint32(sample.request.seed),
-            "sample": np.int32(sample.index),
-        }
-        self._state = self._steps.admit(self._state, np.int32(slot), row)
-        if params.logit_bias or params.repetition_penalty != 1:
-            bias = np.zeros(self.model.vocab_size, np.float32)
-            for token, value in params.logit_bias:
-                bias[token] = value
-            seen = np.zeros(self.model.vocab_size, bool)
-            seen[sample.known_ids] = True
-            self._state = self._steps.set_rows(self._state, np.int32(slot), bias, seen)
+        limit = np.int32(len(sample.request.prompt_ids) + sample.request.budget)
+        self._state = self._steps.admit(self._state, np.int32(slot), limit, sampling_row(sample))
+        rows = vocabulary_rows(sample, self.model.vocab_size)
+        if rows is not None:
+            self._state = self._steps.set_rows(self._state, np.int32(slot), *rows)
 
     def _round(self) -> None:
         running = dict(self._scheduler.running)
-        kind, length = _sampler_kind(running.values()), self.drafter.num_drafts
+        kind, length = sampler_kind(running.values()), self.drafter.num_drafts
         if self._length is not None:
             wanted = max(s.request.budget - s.num_dispatched for s in running.values())
             length = self._length.choose(most=wanted - 1)
@@ -267,12 +265,15 @@ class EngineLoop:
         if flight.is_round:
             self._note_cost(flight.num_drafts)
         for row, sample in flight.samples.items():
+            if flight.is_round:
+                sample.furthest = max(sample.furthest, sample.length + self.drafter.num_drafts + 1)
+                sample.length += int(drawn.num[row])
             if sample.is_finished:
                 continue
             before = len(sample.ids)
             for i in range(drawn.num[row]):
                 if not sample.is_finished:
-                    _push(sample, drawn, row, i)
+                    push(sample, drawn, row, i)
             sample.num_dispatched += int(drawn.num[row]) - 1
             self.counters.generated_tokens += len(sample.ids) - before
             if flight.is_round:
@@ -291,12 +292,32 @@ class EngineLoop:
         self._last_round = length, now
 
     def _release_finished(self) -> None:
+        for admission in self._scheduler.drop_finished():
+            for slot in admission.slots:
+                filled = Held(tuple(admission.ids[: admission.done]), admission.furthest)
+                self._release(slot, filled if slot == admission.slots[0] else NOTHING)
         for slot, sample in list(self._scheduler.running.items()):
             if sample.is_finished:
-                self._state = self._steps.release(self._state, np.int32(slot))
-                self._scheduler.release(slot)
+                self._release(slot, self._held(slot, sample))
         if not self._scheduler.running:
             self._flights.clear()
+
+    def _release(self, slot: int, held: Held = NOTHING) -> None:
+        self._cut(slot, 0)
+        self._scheduler.release(slot, held)
+
+    def _cut(self, slot: int, length: int) -> None:
+        """Makes a slot hold its first `length` positions, and decode no more."""
+        self._state = self._steps.release(self._state, np.int32(slot), np.int32(length))
+
+    def _held(self, slot: int, sample: Sample) -> Held:
+        """What the slot of a finished sample holds."""
+        if sample.finish_reason == "error":
+            return NOTHING
+        ahead = sum(f.is_round and f.samples.get(slot) is sample for f in self._flights)
+        written = sample.length + ahead * (self.drafter.num_drafts + 1)
+        # The last id was drawn, but no step that was read put it into the caches.
+        return Held(tuple(sample.known_ids[:-1]), max(sample.furthest, written))
 
     # ---- scoring -----------------------------------------------------------------------------
 
@@ -319,10 +340,10 @@ class EngineLoop:
                         self._params, self._state, chunk, num_valid, where, targets
                     )
                     told = jax.device_get(told)
-                    scored += [_info(told, 0, i, num_top) for i in range(int(num_valid[0]))]
+                    scored += [token_info(told, 0, i, num_top) for i in range(int(num_valid[0]))]
         finally:
             with self._guarded():
-                self._state = self._steps.release(self._state, np.int32(slot))
+                self._cut(slot, 0)
             self._scheduler.release(slot)
         return scored[: len(ids)]
 
@@ -368,6 +389,7 @@ class EngineLoop:
         return {
             **self.counters.as_dict(),
             "waiting": self._scheduler.num_waiting,
+            "prefilling": self._scheduler.num_filling,
             "running": len(self._scheduler.running),
             "compilations": num_compilations(),
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)),
@@ -376,20 +398,15 @@ class EngineLoop:
         }
 
     def _new_state(self) -> DecodeState:
-        dtype = jnp.dtype(self.config.dtype)
-        bank = banks.empty_bank(
-            self.model,
-            self.num_slots,
-            self.max_context,
-            self.num_rows,
-            dtype,
-            banks.CacheKinds(
-                self.config.cache.local_layers,
-                self.config.cache.global_layers,
-                block=self.options.compute.ring_block,
-            ),
+        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        kinds = banks.CacheKinds(
+            config.cache.local_layers,
+            config.cache.global_layers,
+            block=self.options.compute.ring_block,
         )
-        draft = self._drafting.new_state(self.num_slots, self.max_context, self.num_rows)
+        sizes = self.num_slots, self.max_context, ring_rows(config, self.drafter.num_drafts)
+        bank = banks.empty_bank(self.model, *sizes, dtype, kinds)
+        draft = self._drafting.new_state(*sizes)
         return empty_state(bank, self.model, self.max_context, dtype, draft)
 
     @contextlib.contextmanager
@@ -411,26 +428,11 @@ class EngineLoop:
             self._is_busy = False
 
 
-def _sampler_kind(samples) -> SamplerKind:
-    params = [sample.request.params for sample in samples]
-    return SamplerKind(
-        draws=any(p.temperature > 0 or p.repetition_penalty != 1 for p in params),
-        logprobs=any(p.logprobs is not None for p in params),
+def _reuse(state: DecodeState) -> Reuse:
+    """What the caches of target and drafter allow."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, banks.CacheBank))
+    found = [leaf for leaf in leaves if isinstance(leaf, banks.CacheBank)]
+    return Reuse(
+        max_rollback=min(bank.max_rollback for bank in found),
+        capacity=min(cache.capacity for bank in found for cache in bank.layers.values()),
     )
-
-
-def _push(sample: Sample, drawn: Drawn, row: int, i: int) -> None:
-    token, num_top = int(drawn.tokens[row, i]), sample.request.params.logprobs
-    if token < 0:
-        place = len(sample.known_ids)
-        sample.cancel("error")
-        raise FloatingPointError(
-            f"the logits of position {place} are NaN or leave no token (a hook? an overflow?)"
-        )
-    sample.push(token, None if num_top is None else _info(drawn, row, i, num_top))
-
-
-def _info(drawn: Drawn, row: int, i: int, num_top: int) -> TokenInfo:
-    ids, logprobs = drawn.top_ids[row, i, :num_top], drawn.top_logprobs[row, i, :num_top]
-    top = tuple((int(token), float(p)) for token, p in zip(ids, logprobs, strict=True))
-    return TokenInfo(float(drawn.logprobs[row, i]), top)

@@ -114,7 +114,12 @@ class Result:
 
 
 class Sample:
-    """One answer being written: its ids and text so far, and why it ended."""
+    """One answer being written: its ids and text so far, and why it ended.
+
+    `num_dispatched` counts its tokens and those that steps on their way will add at least. `length`
+    and `furthest` are of its slot's caches after the steps that were read: positions held, and one
+    past the furthest position written; both run ahead of the ids where a stop was passed.
+    """
 
     def __init__(self, request: "Request", index: int):
         self.request, self.index = request, index
@@ -122,6 +127,7 @@ class Sample:
         self.logprobs: list[TokenInfo] = []
         self.finish_reason: str | None = None
         self.num_dispatched = 0
+        self.length = self.furthest = 0
         self.deltas: deque[Delta] = deque()
         self._text, self._thought = [], []
         self._stream = request.new_stream()

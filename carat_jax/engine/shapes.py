@@ -1,12 +1,9 @@
 """The static shapes and choices an engine is compiled for, worked out from its settings.
 
-Pure functions, asked once at the start, but for the cutting of prompts into compiled chunks.
+Pure functions, asked once at the start.
 """
 
-from collections.abc import Sequence
-
 import jax
-import numpy as np
 
 from carat_jax.config import Config
 from carat_jax.families import ModelConfig
@@ -63,24 +60,15 @@ def key_rungs(config: Config, max_context: int) -> tuple[int, ...]:
     return () if pad == EXACT else default_rungs(pad, max_context)
 
 
-def plan_chunks(length: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Cuts `length` positions into `(start, size)` chunks of the compiled `sizes` (ascending).
+def ring_rows(config: Config, num_drafts: int) -> int:
+    """Rows a ring holds beyond its window, for a drafter of `num_drafts`: see `cache.ring`.
 
-    As many of the largest as fit whole, then the smallest that holds the rest.
+    A verify pass is written in place. Where slots are continued from, what one round wrote past
+    a stop and what the next one, dispatched before the host saw the stop, wrote after it lies
+    ahead of the ids that count.
     """
-    largest = sizes[-1]
-    chunks = [(start, largest) for start in range(0, length - largest + 1, largest)]
-    done = len(chunks) * largest
-    if done < length:
-        chunks.append((done, next(size for size in sizes if size >= length - done)))
-    return chunks
-
-
-def padded_row(ids: Sequence[int], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """`ids` as a row of `size` tokens, and how many of them are real."""
-    row = np.zeros((1, size), np.int32)
-    row[0, : len(ids)] = ids
-    return row, np.full(1, len(ids), np.int32)
+    num_rows = max(num_drafts + 1, config.decode.uniform_rows)
+    return max(num_rows, 2 * (num_drafts + 1)) if config.engine.reuse_prefix else num_rows
 
 
 def size_text(num_bytes: int) -> str:

@@ -17,7 +17,8 @@ from flax import nnx
 
 from carat_jax.cache.bank import CacheKinds, empty_bank
 from carat_jax.config import Config
-from carat_jax.engine.shapes import compute_options, padded_row, size_text
+from carat_jax.engine.chunks import padded_row
+from carat_jax.engine.shapes import compute_options, size_text
 from carat_jax.families import ModelConfig
 from carat_jax.model.params import merge
 from carat_jax.model.taps import Taps, tap_names

@@ -1,0 +1,178 @@
+"""A prompt that continues from what a slot still holds gets the answer of a cold start.
+
+The conversations go round the ring several times (window 8, context 96), and every answer ends
+at a stop, so that accepted drafts and steps on their way run past it before the host sees it.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+import carat_jax
+from carat_jax.cache.bank import empty_bank
+from carat_jax.config import SamplingParams, read_settings, sampling_from
+from carat_jax.decoding.drafters import ModelDrafter, NoDrafter
+from carat_jax.engine.drafting import Drafting
+from carat_jax.engine.engine import EngineLoop
+from carat_jax.model.gemma4 import Gemma4
+from carat_jax.model.params import split
+from carat_jax.numerics.attention import PLAIN
+from tests.engine.test_speculation import ScriptDrafter, _script, run, set_script
+from tests.engine.toy_engine import CONTEXT, prompt, tokenizer, toy
+
+W, ANSWER = 8, 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, logprobs=0)
+CASES = {
+    "ring": (NoDrafter(), "ring"),
+    "paged": (NoDrafter(), "paged"),
+    "full": (NoDrafter(), "full"),
+    "script": (ScriptDrafter(4), "ring"),
+    "model": ("model", "full"),
+}
+
+
+@functools.cache
+def loop(drafter, local_layers="ring", reuse=True, num_slots=2) -> EngineLoop:
+    """An engine of the toy with a drafter."""
+    model = toy()
+    graph, _ = split(Gemma4(model.config, model.dtype))
+    engine = {"max_batch": num_slots, "prefill_chunks": [9], "max_context": CONTEXT}
+    given = {"engine": engine | {"reuse_prefix": reuse}, "cache.local_layers": local_layers}
+    drafting = Drafting(drafter, _script(num_slots))
+    if drafter == "model":
+        own = functools.partial(_model_bank, model)
+        drafting = Drafting(ModelDrafter(graph, 3, PLAIN), model.params["target"], own)
+    chosen = read_settings(keywords={"dtype": "float32", **given}).build()
+    params = model.params["target"]
+    return EngineLoop(chosen, model.config, graph, params, tokenizer(), drafting=drafting)
+
+
+def _model_bank(model, num_slots, max_context, num_rows):
+    return empty_bank(model.config, num_slots, max_context, num_rows, model.dtype)
+
+
+def cold(ids, params=GREEDY):
+    """The answer of an engine that continues from nothing, without drafts."""
+    return run(loop(NoDrafter(), reuse=False, num_slots=1), [ids], params)[0]
+
+
+def say(engine, ids, text=(), params=GREEDY):
+    """An engine's answer, and how many tokens it did not prefill; `text` is for a script."""
+    if engine.drafter.name == "script":
+        set_script(engine, [[*ids, *text]] * engine.num_slots, [4, 1, 3, 0, 4, 2])
+    before = engine.counters.reused_tokens
+    result = run(engine, [ids], params)[0]
+    return result, engine.counters.reused_tokens - before
+
+
+def assert_equal(got, want, num_ids=None):
+    num_ids = len(want.ids) if num_ids is None else num_ids
+    assert got.ids == want.ids[:num_ids]
+    np.testing.assert_allclose(
+        [info.logprob for info in got.logprobs],
+        [info.logprob for info in want.logprobs[:num_ids]],
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature"), [*((name, 0.0) for name in CASES), ("script", 0.8)]
+)
+def test_each_turn_of_a_conversation_equals_a_cold_start(name, temperature):
+    engine = loop(*CASES[name])
+    params = sampling_from(GREEDY, temperature=temperature, seed=5)
+    history = prompt(5, seed=round(10 * temperature))
+    held = None
+    for turn, stop_at in enumerate((4, 11, 1, 6, 9, 3)):
+        want = cold(history, params)
+        stop = want.ids[stop_at]
+        end = want.ids.index(stop) + 1
+        stopping = sampling_from(params, stop_token_ids=(stop,))
+        got, reused = say(engine, history, want.ids, stopping)
+        assert_equal(got, want, end)
+        assert reused == (0 if held is None else len(held) - 1)
+        held = [*history, *got.ids]
+        # somebody else passes through the other slot
+        other = prompt(3 + turn, seed=7)
+        assert run(engine, [other], GREEDY)[0].ids == cold(other).ids
+        history = [*held, *prompt(3 + turn, seed=turn)[1:]]
+    assert len(history) > 4 * W
+
+
+@pytest.mark.parametrize(
+    ("local_layers", "shared", "kept"),
+    [("ring", 30, 29), ("ring", 25, 0), ("full", 25, 25), ("full", 14, 0), ("paged", 25, 25)],
+)
+def test_a_history_that_departs_from_the_slots(local_layers, shared, kept):
+    # given a slot that holds 20 ids and an answer of 10 (pages of 16 never went round)
+    engine = loop(NoDrafter(), local_layers, num_slots=1)
+    ids, params = prompt(20, seed=4), sampling_from(GREEDY, max_tokens=10)
+    run(engine, [prompt(2, seed=9)], params)
+    first, _ = say(engine, ids, params=params)
+    # when the next prompt has the first of them and then others
+    history = [*[*ids, *first.ids][:shared], *prompt(9, seed=5)[1:]]
+    got, reused = say(engine, history)
+    assert reused == kept
+    assert_equal(got, cold(history))
+
+
+def test_the_same_prompt_again_cuts_a_short_slot_back():
+    # given a slot whose ring never went round: six ids, and three of an answer
+    engine, ids = loop(NoDrafter(), num_slots=1), prompt(6, seed=11)
+    params = sampling_from(GREEDY, max_tokens=3)
+    run(engine, [prompt(2, seed=9)], params)
+    for expected in (0, 5, 5):
+        got, reused = say(engine, ids, params=params)
+        assert reused == expected
+        assert_equal(got, cold(ids, params))
+
+
+def test_samples_of_one_prompt_continue_together():
+    engine, ids = loop(NoDrafter()), prompt(20, seed=12)
+    answer = run(engine, [ids], GREEDY)[0]
+    history = [*ids, *answer.ids, *prompt(5, seed=13)[1:]]
+    params = sampling_from(GREEDY, n=2, temperature=0.9, seed=3)
+    before = engine.counters.reused_tokens
+    got = run(engine, [history], params)[0]
+    assert engine.counters.reused_tokens - before == 31
+    want = run(loop(NoDrafter(), reuse=False), [history], params)[0]
+    assert [output.ids for output in got.outputs] == [output.ids for output in want.outputs]
+
+
+def test_scores_and_lost_states_leave_nothing_to_continue_from():
+    engine, ids = loop(NoDrafter(), num_slots=1), prompt(20, seed=14)
+    answer = run(engine, [ids], GREEDY)[0]
+    history = [*ids, *answer.ids, *prompt(5, seed=15)[1:]]
+    engine.score_ids(prompt(40))
+    got, reused = say(engine, history)
+    assert reused == 0
+    assert_equal(got, cold(history))
+    request = engine.submit(prompt(30), GREEDY)
+    engine.step()
+    with pytest.raises(ZeroDivisionError), engine._guarded():
+        raise ZeroDivisionError
+    engine.cancel(request)
+    got, reused = say(engine, history)
+    assert reused == 0
+    assert_equal(got, cold(history))
+
+
+def test_a_chat_continues_and_a_switch_turns_it_off():
+    engine = {"max_batch": 1, "max_context": 256, "prefill_chunks": [32]}
+    warm = carat_jax.load(
+        "tiny", dtype="float32", engine=engine, decode={"drafter": "ngram", "draft_len": 3}
+    )
+    off = warm.variant(**{"engine.reuse_prefix": False})
+    settings = {"temperature": 0.0, "max_tokens": 40}
+    messages = [{"role": "user", "content": "Tell me a story about a fox."}]
+    for content in ("And then?", "Why?"):
+        first = warm.chat(messages, **settings)
+        assert first.ids == off.chat(messages, **settings).ids
+        messages += [
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": content},
+        ]
+    assert warm.chat(messages, **settings).ids == off.chat(messages, **settings).ids
+    assert warm.stats()["reused_tokens"] > 100
+    assert off.stats()["reused_tokens"] == 0
