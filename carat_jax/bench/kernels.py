@@ -1,4 +1,4 @@
-"""`python -m carat_jax.bench.kernels`: each attention kernel against its baselines, in one run.
+"""`python -m carat_jax.bench.kernels`: each kernel against its baselines, in one run.
 
 Shapes of Gemma 4 31B and 12B, bfloat16, random numbers; what a cache holds past its length is NaN.
 Every variant is checked against the float32 oracle before it is timed. Records go to --out as JSON
@@ -9,10 +9,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags, logging
 
 from carat_jax.bench import baselines, measure
+from carat_jax.bench.expert_kernels import expert_tile_candidates, experts
+from carat_jax.bench.kernel_race import checked_race, random_array, relative_error
 from pallas_kernels import (
     grouped_attention,
     per_head_attention,
@@ -23,28 +24,21 @@ from pallas_kernels import (
 )
 from pallas_kernels.tiles import Tile
 
-CASES = ("grouped", "rows", "ring", "layouts", "padding", "prefill", "torch", "tiles")
+CASES = (
+    *("grouped", "rows", "ring", "layouts", "padding", "prefill", "torch", "tiles"),
+    *("experts", "expert_tiles"),
+)
 _CASES = flags.DEFINE_list("cases", list(CASES), "which measurements to run")
 _OUT = flags.DEFINE_string("out", None, "file to append JSON lines to")
 _COMMIT = flags.DEFINE_string("commit", None, "commit to record where there is no git")
 _CONTEXTS = flags.DEFINE_list("contexts", ["6005", "32005", "131005"], "keys of `grouped`")
 _COUNTS = flags.DEFINE_string("counts", "5960:6081:1", "key counts of `padding`: from:to:step")
+_ROWS = flags.DEFINE_list("rows", ["1", "4", "8", "64"], "tokens of `experts`")
 _GIB = 2**30
 GLOBAL = {"heads": 32, "kv_heads": 4, "head_dim": 512}  # a 31B global layer, eight rows a position
 GLOBAL_12B = {"heads": 16, "kv_heads": 1, "head_dim": 512}
 LOCAL = {"heads": 32, "kv_heads": 16, "head_dim": 256}
 WINDOW, CAPACITY, ROTATED, LAYERS = 1024, 1088, 128, 50
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _random(seed, shape, scale=1.0, valid=None):
-    x = scale * jax.random.normal(jax.random.key(seed, impl="rbg"), shape, jnp.bfloat16)
-    return x if valid is None else x.at[:, :, valid:].set(jnp.nan)
-
-
-def _error(got, want):
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def _global_caches(shape, keys, count):
@@ -54,29 +48,11 @@ def _global_caches(shape, keys, count):
     norm = jnp.linspace(0.5, 1.5, shape["head_dim"]).astype(jnp.bfloat16)
     kv, v_rot = [], []
     for i in range(count):
-        v = _random(2 * i, full, 1.0, keys)
-        rotated = _random(2 * i + 1, (*full[:3], ROTATED), 1.0, keys)
+        v = random_array(2 * i, full, 1.0, keys)
+        rotated = random_array(2 * i + 1, (*full[:3], ROTATED), 1.0, keys)
         kv.append((jax.jit(reference.full_keys)(rotated, v, norm).astype(v.dtype), v))
         v_rot.append((rotated, v))
     return kv, v_rot, norm
-
-
-def _race(records, fixed, variants, oracle, x, layers, *, length, moved=None, ceiling=None):
-    """Times, checks and records variants: name -> (function, name of its layers)."""
-    by_name = {name: layers[kind] for name, (_, kind) in variants.items()}
-    functions = {name: function for name, (function, _) in variants.items()}
-    times = measure.race(functions, x, by_name, length=length)
-    for name, timing in times.items():
-        record = dict(fixed, variant=name, gross_us=timing.gross, net_us=timing.net)
-        if name != "empty":
-            record["error"] = error = _error(timing.output, oracle)
-            if not error <= 5e-3:
-                logging.error("%s %s: relative error %s", fixed, name, error)
-        if moved and name in moved:
-            rate = moved[name] / max(timing.net, 1e-3) * 1e6
-            record |= {"bytes": moved[name], "gb_per_s": rate / 1e9, "of_read": rate / ceiling}
-        records.add(**record)
-    return times
 
 
 def grouped(records, ceiling, shape, keys, num_new, *, per_head=True, three_stage=True):
@@ -84,7 +60,7 @@ def grouped(records, ceiling, shape, keys, num_new, *, per_head=True, three_stag
     count = 10 if keys < 20000 else 3
     kv, v_rot, norm = _global_caches(shape, keys, count)
     starts, ends = jnp.array([keys - num_new]), jnp.array([keys])
-    q = _random(99, (1, num_new, shape["heads"], shape["head_dim"]), 0.05)
+    q = random_array(99, (1, num_new, shape["heads"], shape["head_dim"]), 0.05)
     call = functools.partial(grouped_attention, impl="triton")
     variants = {
         "kv": (lambda q, k, v: call(q, k, v, starts, ends), "kv"),
@@ -103,12 +79,12 @@ def grouped(records, ceiling, shape, keys, num_new, *, per_head=True, three_stag
     fixed = {"case": "grouped", **shape, "keys": keys, "positions": num_new}
     length = 60 if keys < 20000 else 12
     more = {"moved": moved, "ceiling": ceiling}
-    times = _race(records, fixed, variants, oracle, q, layers, length=length, **more)
+    times = checked_race(records, fixed, variants, oracle, q, layers, length=length, **more)
     ratio = {"v_rot_over_kv": times["v_rot"].net / times["kv"].net}
     if per_head:
         at = {"starts": starts, "ends": ends, "impl": "triton"}
         run = functools.partial(per_head_attention, **at)
-        slow = _race(records, fixed, {"per_head": (run, "kv")}, oracle, q, layers, length=3)
+        slow = checked_race(records, fixed, {"per_head": (run, "kv")}, oracle, q, layers, length=3)
         ratio["per_head_over_kv"] = slow["per_head"].net / times["kv"].net
     records.add(**fixed, variant="ratios", **ratio)
 
@@ -116,9 +92,13 @@ def grouped(records, ceiling, shape, keys, num_new, *, per_head=True, three_stag
 def ring(records, ceiling, num_new):
     """The local attention of 50 layers, kernel against XLA."""
     shape = (1, LOCAL["kv_heads"], CAPACITY, LOCAL["head_dim"])
-    layers = {"ring": [(_random(2 * i, shape), _random(2 * i + 1, shape)) for i in range(LAYERS)]}
+    layers = {
+        "ring": [
+            (random_array(2 * i, shape), random_array(2 * i + 1, shape)) for i in range(LAYERS)
+        ]
+    }
     starts, ends = jnp.array([5000]), jnp.array([5000 + num_new])
-    q = _random(99, (1, num_new, LOCAL["heads"], LOCAL["head_dim"]), 0.08)
+    q = random_array(99, (1, num_new, LOCAL["heads"], LOCAL["head_dim"]), 0.08)
     at = {"starts": starts, "ends": ends, "window": WINDOW}
     variants = {
         "ring": (lambda q, k, v: ring_attention(q, k, v, impl="triton", **at), "ring"),
@@ -128,7 +108,7 @@ def ring(records, ceiling, num_new):
     moved = {"ring": 2 * shape[1] * (WINDOW + num_new - 1) * shape[3] * 2}
     fixed = {"case": "ring", **LOCAL, "window": WINDOW, "positions": num_new}
     more = {"length": 200, "moved": moved, "ceiling": ceiling}
-    _race(records, fixed, variants, oracle, q, layers, **more)
+    checked_race(records, fixed, variants, oracle, q, layers, **more)
 
 
 def layouts(records, batch, context, memory):
@@ -138,7 +118,7 @@ def layouts(records, batch, context, memory):
     ends = starts + num_new
     pages = -(-context // baselines.PAGE)
     rows = {"ring": CAPACITY, "paged": pages * baselines.PAGE, "full": context}
-    q = _random(99, (batch, num_new, LOCAL["heads"], dim), 0.08)
+    q = random_array(99, (batch, num_new, LOCAL["heads"], dim), 0.08)
     fixed = {"case": "layouts", **LOCAL, "batch": batch, "context": context}
     tables = jnp.arange(batch * pages).reshape(batch, pages)[:, ::-1]
     options = {"window": WINDOW}
@@ -157,7 +137,7 @@ def layouts(records, batch, context, memory):
         if name == "paged":
             shape = (batch * pages, baselines.PAGE, kv_heads, dim)
         count = max(2, min(LAYERS, int(0.3e9 // one)))
-        cells = [(_random(2 * i, shape), _random(2 * i + 1, shape)) for i in range(count)]
+        cells = [(random_array(2 * i, shape), random_array(2 * i + 1, shape)) for i in range(count)]
         timing = measure.race({name: run[name]}, q, {name: cells}, length=max(count, 10))[name]
         records.add(**record, fits=True, gross_us=timing.gross, net_us=timing.net)
 
@@ -166,8 +146,8 @@ def padding(records, counts):
     """Three-stage time against the key count: exact, and rounded up to a multiple of 64."""
     size = -(-max(counts) // 256) * 256
     shape = (1, GLOBAL["kv_heads"], size, GLOBAL["head_dim"])
-    layers = [(_random(2 * i, shape), _random(2 * i + 1, shape)) for i in range(10)]
-    q = _random(99, (1, 4, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
+    layers = [(random_array(2 * i, shape), random_array(2 * i + 1, shape)) for i in range(10)]
+    q = random_array(99, (1, 4, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
     starts = jnp.array([counts[0] - 4])
     every = sorted({*counts, *(-(-n // 64) * 64 for n in counts)})
     for group in (every[i : i + 12] for i in range(0, len(every), 12)):
@@ -189,11 +169,11 @@ def prefill(records, history, num_new=2048):
     """A chunk against its history: the global kernel and, once, the local one."""
     starts, ends = jnp.array([history]), jnp.array([history + num_new])
     cache = (1, GLOBAL["kv_heads"], history + num_new, GLOBAL["head_dim"])
-    q = _random(99, (1, num_new, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
-    k, v = _random(1, cache), _random(2, cache)
+    q = random_array(99, (1, num_new, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
+    k, v = random_array(1, cache), random_array(2, cache)
     run = jax.jit(functools.partial(prefill_attention, impl="triton"))
     few = jax.jit(reference.grouped_attention)(q[:, -4:], k, v, ends - 4, ends)
-    error = _error(run(q, k, v, starts, ends)[:, -4:], few)
+    error = relative_error(run(q, k, v, starts, ends)[:, -4:], few)
     seconds = measure.median_time(run, q, k, v, starts, ends, calls=3)
     pairs = num_new * history + num_new * (num_new + 1) // 2
     rate = 4 * GLOBAL["heads"] * GLOBAL["head_dim"] * pairs / seconds
@@ -201,19 +181,24 @@ def prefill(records, history, num_new=2048):
     more = {"tflop_per_s": rate / 1e12, "of_790": rate / 790e12}
     records.add(**fixed, variant="global", ms=seconds * 1e3, error=error, **more)
     stages = jax.jit(functools.partial(baselines.three_stage, num_keys=history + num_new))
-    error = _error(stages(q, k, v, starts)[:, -4:], few)
+    error = relative_error(stages(q, k, v, starts)[:, -4:], few)
     seconds = measure.median_time(stages, q, k, v, starts, calls=3)
     rate = 4 * GLOBAL["heads"] * GLOBAL["head_dim"] * pairs / seconds
     more = {"tflop_per_s": rate / 1e12, "of_790": rate / 790e12}
     records.add(**fixed, variant="global_three_stage", ms=seconds * 1e3, error=error, **more)
     ring_shape = (1, LOCAL["kv_heads"], CAPACITY, LOCAL["head_dim"])
     new = (1, num_new, LOCAL["kv_heads"], LOCAL["head_dim"])
-    q = _random(99, (1, num_new, LOCAL["heads"], LOCAL["head_dim"]), 0.08)
-    arrays = _random(1, ring_shape), _random(2, ring_shape), _random(3, new), _random(4, new)
+    q = random_array(99, (1, num_new, LOCAL["heads"], LOCAL["head_dim"]), 0.08)
+    arrays = (
+        random_array(1, ring_shape),
+        random_array(2, ring_shape),
+        random_array(3, new),
+        random_array(4, new),
+    )
     run = functools.partial(prefill_ring_attention, window=WINDOW)
     got = jax.jit(functools.partial(run, impl="triton"))
     want = jax.jit(functools.partial(run, impl="xla"))(q, *arrays, starts, ends)
-    error = _error(got(q, *arrays, starts, ends), want)
+    error = relative_error(got(q, *arrays, starts, ends), want)
     seconds = measure.median_time(got, q, *arrays, starts, ends, calls=5)
     pairs = sum(min(WINDOW, history + t + 1) for t in range(num_new))
     rate = 4 * LOCAL["heads"] * LOCAL["head_dim"] * pairs / seconds
@@ -235,7 +220,7 @@ def tile_candidates(records, keys):
     }
     for num_new, tiles in rivals.items():
         starts, ends = jnp.array([keys - num_new]), jnp.array([keys])
-        q = _random(99, (1, num_new, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
+        q = random_array(99, (1, num_new, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
         oracle = jax.jit(reference.grouped_attention)(q, *kv[0], starts, ends)
         at = {"starts": starts, "ends": ends, "impl": "triton"}
         variants = {}
@@ -246,15 +231,15 @@ def tile_candidates(records, keys):
                 variants[f"v_rot {tile}"] = (functools.partial(run, k_norm=norm), "v_rot")
         fixed = {"case": "tiles", **GLOBAL, "keys": keys, "positions": num_new}
         length = 60 if keys < 20000 else 12
-        _race(records, fixed, variants, oracle, q, {"kv": kv, "v_rot": v_rot}, length=length)
+        checked_race(records, fixed, variants, oracle, q, {"kv": kv, "v_rot": v_rot}, length=length)
 
 
 def prefill_candidates(records, history=6144, num_new=2048):
     """The same for the global prefill kernel."""
     starts, ends = jnp.array([history]), jnp.array([history + num_new])
     shape = (1, GLOBAL["kv_heads"], history + num_new, GLOBAL["head_dim"])
-    q = _random(99, (1, num_new, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
-    k, v = _random(1, shape), _random(2, shape)
+    q = random_array(99, (1, num_new, GLOBAL["heads"], GLOBAL["head_dim"]), 0.05)
+    k, v = random_array(1, shape), random_array(2, shape)
     for tile in (
         Tile(rows=64, block=32, splits=1, warps=8, stages=2),
         Tile(rows=128, block=32, splits=1, warps=8, stages=2, columns=256),
@@ -329,6 +314,10 @@ def main(argv):
         prefill_candidates(records)
         for keys in (contexts[0], contexts[-1]):
             tile_candidates(records, keys)
+    for num_rows in map(int, _ROWS.value if "experts" in chosen else ()):
+        experts(records, ceiling, num_rows)
+    for num_rows in map(int, _ROWS.value if "expert_tiles" in chosen else ()):
+        experts(records, ceiling, num_rows, list(expert_tile_candidates(num_rows)))
     if "padding" in chosen:
         padding(records, range(*(int(n) for n in _COUNTS.value.split(":"))))
 
