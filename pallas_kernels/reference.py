@@ -111,3 +111,44 @@ def expert_mlp(x, weights, chosen, gate_up, down):
     hit = chosen[None] == jnp.arange(num_experts)[:, None, None]
     share = jnp.where(hit, weights, 0.0).sum(2)[..., None]
     return jnp.where(hit.any(2)[..., None], parts * share, 0.0).sum(0).astype(x.dtype)
+
+
+def _rms_norm(x, weight, eps):
+    """RMS norm of the last axis in float32, rounded to x's dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 / jnp.sqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (normed if weight is None else normed * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def residual_norm(x, branch, branch_weight, next_weight, scale=None, *, eps):
+    """(x + norm(branch)) * scale, and its norm."""
+    y = x + _rms_norm(branch, branch_weight, eps)
+    if scale is not None:
+        y = y * scale
+    return y, _rms_norm(y, next_weight, eps)
+
+
+def append_attention(
+    qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends, *,
+    group, eps, window=None, is_ring=False,
+):  # fmt: skip
+    """New rows [B,T,K,parts,H] normed, rotated, put into the caches, and attended from."""
+    slots, num_new, kv_heads, _, head_dim = qkv.shape
+    capacity, dtype = k_cache.shape[2], v_cache.dtype
+
+    def turned(x, weight):  # [B,T,K,heads,H]
+        low, high = jnp.split(_rms_norm(x, weight, eps).astype(jnp.float32), 2, axis=-1)
+        c, s = cos[:, :, None, None], sin[:, :, None, None]
+        return jnp.concatenate([low * c - high * s, high * c + low * s], -1).astype(dtype)
+
+    q = turned(qkv[..., :group, :], q_norm).reshape(slots, num_new, kv_heads * group, head_dim)
+    k = turned(qkv[..., group : group + 1, :], k_norm)[..., 0, :]
+    v = _rms_norm(qkv[..., -1, :], None, eps).astype(dtype)
+    position = starts[:, None] + jnp.arange(num_new)
+    place = position % capacity if is_ring else position
+    place = jnp.where(position < ends[:, None], place, capacity)
+    slot = jnp.arange(slots)[:, None]
+    k_cache = k_cache.at[slot, :, place].set(k, mode="drop")
+    v_cache = v_cache.at[slot, :, place].set(v, mode="drop")
+    attend = ring_attention if is_ring else grouped_attention
+    return attend(q, k_cache, v_cache, starts, ends, window=window), k_cache, v_cache

@@ -23,6 +23,7 @@ from pallas_kernels.tiles import Tile, next_power_of_two
 
 LOG2_E = 1.4426950408889634
 COLUMNS = 128  # of the output that one combining program writes
+COMBINE = Tile(rows=16, block=16, splits=1, warps=4, stages=1)  # its warps and stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +176,30 @@ def _load_queries(problem, q_ref, norm_ref, flat, live, dtype):
     return jnp.where(is_rotated[None, :], 0.0, folded).astype(dtype), load(kept).astype(dtype)
 
 
+def empty_carry(problem):
+    """(o, top, mass) of rows that have seen nothing."""
+    rows = problem.tile.rows
+    # Tiles of 32 rows sum the weights key by key, and across the block at the end: 6 % faster than
+    # a reduction a block. Tiles of 16 rows were slower with it (218 against 165 us).
+    wide = problem.tile.block if rows == 32 else 1
+    return (
+        jnp.zeros((rows, problem.columns), jnp.float32),
+        jnp.full((rows,), EMPTY, jnp.float32),
+        jnp.zeros((rows, wide), jnp.float32),
+    )
+
+
+def add_block(carry, scores, v):
+    """The running (o, top, mass) after a block of values with masked `scores`, [rows, block]."""
+    o, top, mass = carry
+    new_top = jnp.maximum(top, scores.max(1))
+    decay = jnp.exp2((top - new_top) * LOG2_E)
+    weights = jnp.exp2((scores - new_top[:, None]) * LOG2_E)
+    o = o * decay[:, None] + plt.dot(weights.astype(v.dtype), v)
+    share = weights if mass.shape[1] > 1 else weights.sum(1)[:, None]
+    return o, new_top, mass * decay[:, None] + share
+
+
 def _visit(problem, source, refs, queries, q_pos, span, column, carry):
     """Adds one source's key blocks, those of this split, to the running (o, top, mass)."""
     k_ref, v_ref = refs
@@ -187,7 +212,6 @@ def _visit(problem, source, refs, queries, q_pos, span, column, carry):
     one_shot = isinstance(source, Ring) and source.size == block * splits
 
     def body(step, carry):
-        o, top, mass = carry
         row, pos, exists = source.locate(first + step * splits, span, block)
         rows = pl.ds(row, block)
         if one_shot:
@@ -204,13 +228,7 @@ def _visit(problem, source, refs, queries, q_pos, span, column, carry):
         visible = (pos[None, :] <= q_pos[:, None]) & exists[None, :]
         if problem.window is not None:
             visible &= q_pos[:, None] - pos[None, :] < problem.window
-        scores = jnp.where(visible, scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(1))
-        decay = jnp.exp2((top - new_top) * LOG2_E)
-        weights = jnp.exp2((scores - new_top[:, None]) * LOG2_E)
-        o = o * decay[:, None] + plt.dot(weights.astype(v.dtype), v)
-        share = weights if mass.shape[1] > 1 else weights.sum(1)[:, None]
-        return o, new_top, mass * decay[:, None] + share
+        return add_block(carry, jnp.where(visible, scores, -jnp.inf), v)
 
     if one_shot:
         return body(0, carry)
@@ -233,14 +251,7 @@ def _attend_kernel(problem, direct, starts_ref, ends_ref, norm_ref, q_ref, *refs
     oldest = jnp.maximum(0, first - problem.window + 1) if problem.window is not None else 0
     span = Span(start, end, first, last, jnp.int32(oldest))
     queries = _load_queries(problem, q_ref, norm_ref, flat, live, caches[1].dtype)
-    # Tiles of 32 rows sum the weights key by key, and across the block at the end: 6 % faster than
-    # a reduction a block. Tiles of 16 rows were slower with it (218 against 165 us).
-    wide = problem.tile.block if rows == 32 else 1
-    carry = (
-        jnp.zeros((rows, problem.columns), jnp.float32),
-        jnp.full((rows,), EMPTY, jnp.float32),
-        jnp.zeros((rows, wide), jnp.float32),
-    )
+    carry = empty_carry(problem)
     for i, source in enumerate(problem.sources):
         pair = caches[2 * i : 2 * i + 2]
         carry = _visit(problem, source, pair, queries, start + new, span, column, carry)
@@ -281,7 +292,7 @@ def _combine_kernel(problem, o_ref, top_ref, mass_ref, out_ref, *stat_refs):
     out_ref[flat, pl.ds(pl.program_id(2) * columns, columns)] = merged
 
 
-def _named(name, function, *static):
+def named(name, function, *static):
     """The kernel with its static arguments bound, under the name that profilers show."""
     kernel = functools.partial(function, *static)
 
@@ -292,7 +303,7 @@ def _named(name, function, *static):
     return run
 
 
-def _call(kernel, *, grid, ins, outs, warps, stages, interpret):
+def launch(kernel, *, grid, ins, outs, tile, interpret, aliases=None):
     """pallas_call over (array, block spec) pairs; `outs` are (shape, spec)."""
     return pl.pallas_call(
         kernel,
@@ -300,10 +311,26 @@ def _call(kernel, *, grid, ins, outs, warps, stages, interpret):
         in_specs=[spec for _, spec in ins],
         out_specs=[spec for _, spec in outs],
         out_shape=[shape for shape, _ in outs],
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        input_output_aliases=aliases or {},
         interpret=interpret,
         name=kernel.__name__,
     )(*[array for array, _ in ins])
+
+
+def partial_outputs(problem, num_sets):
+    """(shape, block spec) of every split's o, top and mass; grids as in `_attend_kernel`."""
+    tile = problem.tile
+
+    def rows_of(i):
+        return problem.num_tiles - 1 - i // problem.parts
+
+    stats = (num_sets, tile.splits, problem.num_tiles * tile.rows)
+    stat = pl.BlockSpec((None, None, tile.rows), lambda i, j, h: (h, j, rows_of(i)))
+    part = (None, None, tile.rows, problem.head_dim)
+    part = pl.BlockSpec(part, lambda i, j, h: (h, j, rows_of(i), 0))
+    outs = [(jax.ShapeDtypeStruct((*stats, problem.head_dim), jnp.float32), part)]
+    return outs + [(jax.ShapeDtypeStruct(stats, jnp.float32), stat)] * 2
 
 
 # Jitted so that a step that calls it once a layer traces and lowers it once.
@@ -380,32 +407,22 @@ def attend(
     if direct:
         outs = [(jax.ShapeDtypeStruct(flat, dtype), by_slot)]
     else:
-
-        def rows_of(i):
-            return problem.num_tiles - 1 - i // problem.parts
-
-        stat = pl.BlockSpec((None, None, tile.rows), lambda i, j, h: (h, j, rows_of(i)))
-        part = (None, None, tile.rows, head_dim)
-        part = pl.BlockSpec(part, lambda i, j, h: (h, j, rows_of(i), 0))
-        stats = (num_slots * sets, tile.splits, problem.num_tiles * tile.rows)
-        outs = [(jax.ShapeDtypeStruct((*stats, head_dim), jnp.float32), part)]
-        outs += [(jax.ShapeDtypeStruct(stats, jnp.float32), stat)] * 2
-    result = _call(
-        _named(name, _attend_kernel, problem, direct),
+        outs = partial_outputs(problem, num_slots * sets)
+    result = launch(
+        named(name, _attend_kernel, problem, direct),
         grid=(problem.num_tiles * problem.parts, tile.splits, num_slots * sets),
         ins=ins,
         outs=outs,
-        warps=tile.warps,
-        stages=tile.stages,
+        tile=tile,
         interpret=interpret,
     )
     if direct:
         return result[0].reshape(q.shape)
     out_dtype = jnp.float32 if partials else dtype
-    return _combine(name, problem, result, q.shape, out_dtype, partials, interpret)
+    return combine(name, problem, result, q.shape, out_dtype, partials=partials, interpret=interpret)
 
 
-def _combine(name, problem, parts, shape, dtype, partials, interpret):
+def combine(name, problem, parts, shape, dtype, *, partials=False, interpret):
     """Merges the partial results of the splits into [B, T, N, H]."""
     num_slots, num_new, num_heads, head_dim = shape
     sets, rows = num_heads // problem.group, num_new * num_heads
@@ -418,13 +435,12 @@ def _combine(name, problem, parts, shape, dtype, partials, interpret):
     if partials:
         stat = pl.BlockSpec((None, rows), lambda r, h, c: (h // sets, 0))
         outs += [(jax.ShapeDtypeStruct((num_slots, rows), jnp.float32), stat)] * 2
-    o, *stats = _call(
-        _named(f"{name}_combine", _combine_kernel, problem),
+    o, *stats = launch(
+        named(f"{name}_combine", _combine_kernel, problem),
         grid=(problem.num_rows, num_slots * sets, pl.cdiv(head_dim, COLUMNS)),
         ins=ins,
         outs=outs,
-        warps=4,
-        stages=1,
+        tile=COMBINE,
         interpret=interpret,
     )
     o = o.reshape(shape)

@@ -1,0 +1,332 @@
+"""From a layer's projection to its attention in one pass: norm, RoPE, cache write, attention.
+
+Decode and verify have a handful of new rows. Left to separate operations, their norms, rotations
+and cache writes are eight launches a layer that move a few kilobytes each. Here the program that
+visits a cache block which holds new positions makes their keys and values from the projection,
+uses them, and writes them; every other program only reads. A key's place in the sum is that of its
+cache row, as if it had been written before, so decode and verify add in one order.
+
+A block belongs to one program of a KV head, or to programs that share its columns and make the new
+keys each for itself, so nothing that a launch reads is written by it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import reference, tiles
+from pallas_kernels.dispatch import check_shapes, refusal, resolve
+from pallas_kernels.split_kv import (
+    Linear,
+    Problem,
+    Ring,
+    Span,
+    add_block,
+    combine,
+    empty_carry,
+    launch,
+    named,
+    partial_outputs,
+)
+
+MAX_POSITIONS = 16
+MAX_ROWS = 64  # group x positions: one tile of rows, because one program writes a block
+
+
+def append_attention(
+    qkv,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    starts,
+    ends,
+    *,
+    group,
+    eps,
+    window=None,
+    is_ring=False,
+    impl=None,
+    tile=None,
+):
+    """Adds T new positions to a cache and attends from them, causally.
+
+    Args:
+      qkv: [B, T, K, G + 2, H], a KV head's G queries, its key and its value as projected; with
+        G + 1 the key is the value as well. Row t of slot b is position starts[b] + t.
+      q_norm: [H], weight of the queries' norm.
+      k_norm: [H], weight of the keys' norm; values are normed without one.
+      cos: float32 [B, T, H/2], of the positions' angles; number i turns with number i + H/2.
+      sin: float32 [B, T, H/2].
+      k_cache: [B, K, S, H]: row p keeps position p, or in a ring row p mod S the newest position p.
+      v_cache: [B, K, S, H].
+      starts: int32 [B].
+      ends: int32 [B], one past the newest real position: rows from there on are padding, are not
+        written and their outputs mean nothing. Nor is a row past the end of a linear cache.
+      group: G.
+      eps: added to the mean of the squares in the norms.
+      window: None, or a key is visible iff its distance is below this.
+      is_ring: the caches are rings.
+      impl: "triton", "xla", "interpret", or None for Triton on a GPU and xla elsewhere.
+      tile: overrides the tile choice.
+
+    Returns:
+      ([B, T, N, H] in the caches' dtype, k_cache, v_cache), the caches updated in place.
+
+    Raises:
+      NotImplementedError: a named impl cannot run this shape, dtype or device.
+    """
+    kernel = "append_attention"
+    slots, num_new, kv_heads, _, head_dim = qkv.shape
+    q_shape = (slots, num_new, kv_heads * group, head_dim)
+    q = jax.ShapeDtypeStruct(q_shape, qkv.dtype)
+    check_shapes(kernel, q, k_cache, v_cache, starts, ends)
+    capacity = k_cache.shape[2]
+    check_new_rows(kernel, qkv, cos, sin, group, window=window, ring=capacity if is_ring else None)
+    reason = refusal(q, k_cache, v_cache, max_rows=MAX_ROWS, rows=num_new * group)
+    if num_new > MAX_POSITIONS:
+        reason = f"{num_new} positions are more than {MAX_POSITIONS}"
+    shape = {"rows": num_new * group, "head_dim": head_dim, "device": tiles.current_device()}
+    if is_ring and reason is None:
+        tile = tile or tiles.ring_tile(**shape, capacity=capacity)
+        if capacity != tile.block * tile.splits:
+            reason = f"a ring of {capacity} slots is not {tile.splits} blocks of {tile.block}"
+    impl = resolve(kernel, impl, q, k_cache, v_cache, reason)
+    if impl == "xla":
+        return reference.append_attention(
+            qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends,
+            group=group, eps=eps, window=window, is_ring=is_ring,
+        )  # fmt: skip
+    problem = Problem(
+        num_new=num_new,
+        num_heads=kv_heads * group,
+        group=group,
+        head_dim=head_dim,
+        rotated=0,
+        window=window,
+        sources=(Ring(capacity) if is_ring else Linear(capacity),),
+        tile=tile or tiles.grouped_tile(**shape, kv_heads=kv_heads),
+    )
+    return _append(
+        problem, eps, impl == "interpret", qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts,
+        ends,
+    )  # fmt: skip
+
+
+def check_new_rows(kernel, qkv, cos, sin, group, *, window, ring):
+    """ValueError when a projection, its angles and the ring's slots (or None) contradict."""
+    slots, num_new, _, parts, head_dim = qkv.shape
+    if parts not in (group + 1, group + 2):
+        raise ValueError(
+            f"{kernel}: a KV head of {group} queries has {group + 1} or {group + 2} parts, "
+            f"not {parts}"
+        )
+    angles = (slots, num_new, head_dim // 2)
+    if cos.shape != angles or sin.shape != angles:
+        raise ValueError(f"{kernel}: cos {cos.shape} and sin {sin.shape} must be {angles}")
+    if ring is not None and num_new > ring - window + 1:
+        raise ValueError(
+            f"{kernel}: {num_new} positions need a ring of {window + num_new - 1} slots "
+            f"for window={window}; it has {ring}"
+        )
+
+
+# Jitted so that a step that calls it once a layer traces and lowers it once.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _append(
+    problem, eps, interpret, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends
+):
+    """Launches the kernel and the combine of its splits."""
+    slots, num_new, kv_heads, parts, head_dim = qkv.shape
+    tile, sets = problem.tile, slots * kv_heads
+
+    def whole(array):
+        return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
+
+    def by_slot(array):
+        return pl.BlockSpec((None, *array.shape[1:]), lambda i, j, h: (h // kv_heads, 0, 0))
+
+    rows = pl.BlockSpec(
+        (None, num_new, None, parts, head_dim),
+        lambda i, j, h: (h // kv_heads, 0, h % kv_heads, 0, 0),
+    )
+    cache = pl.BlockSpec(
+        (None, None, *k_cache.shape[2:]), lambda i, j, h: (h // kv_heads, h % kv_heads, 0, 0)
+    )
+    ins = [(x, whole(x)) for x in (starts, ends, q_norm, k_norm)]
+    ins += [(cos, by_slot(cos)), (sin, by_slot(sin)), (qkv, rows)]
+    ins += [(k_cache, cache), (v_cache, cache)]
+    outs = partial_outputs(problem, sets)
+    outs += [(jax.ShapeDtypeStruct(x.shape, x.dtype), cache) for x in (k_cache, v_cache)]
+    name = "carat_append_ring" if isinstance(problem.sources[0], Ring) else "carat_append_linear"
+    *partials, k_cache, v_cache = launch(
+        named(name, _kernel, problem, eps),
+        grid=(problem.parts, tile.splits, sets),
+        ins=ins,
+        outs=outs,
+        tile=tile,
+        interpret=interpret,
+        aliases={len(ins) - 2: 3, len(ins) - 1: 4},
+    )
+    shape = (slots, num_new, problem.num_heads, head_dim)
+    out = combine(name, problem, partials, shape, v_cache.dtype, interpret=interpret)
+    return out, k_cache, v_cache
+
+
+def _normed(low, high, weight_ref, eps):
+    """RMS norm over both halves of some rows; rounded as the rows are, then float32 again."""
+    half = low.shape[-1]
+    dtype, low, high = low.dtype, low.astype(jnp.float32), high.astype(jnp.float32)
+    squares = (low * low).sum(1) + (high * high).sum(1)
+    inverse = lax.rsqrt(squares / (2 * half) + eps)[:, None]
+
+    def norm(part, start):
+        weight = weight_ref[pl.ds(start, half)].astype(jnp.float32)
+        return (part * inverse * weight[None, :]).astype(dtype).astype(jnp.float32)
+
+    return norm(low, 0), norm(high, half)
+
+
+def _rotated(halves, tables, dtype):
+    """Both halves after RoPE, rounded once."""
+    (low, high), (cos, sin) = halves, tables
+    return (low * cos - high * sin).astype(dtype), (high * cos + low * sin).astype(dtype)
+
+
+class _NewRows:
+    """What a program reads of its KV head's new rows: queries, keys and values by index t."""
+
+    def __init__(self, problem, eps, weights, tables, rows_ref):
+        self.problem, self.eps, self.rows_ref = problem, eps, rows_ref
+        self.q_norm, self.k_norm = weights
+        self.tables = tables
+        self.half = problem.head_dim // 2
+
+    def _load(self, row, part, start, size, live):
+        index = (row[:, None], part[:, None], start + jnp.arange(size)[None, :])
+        return plt.load(self.rows_ref.at[index], mask=live[:, None], other=0.0)
+
+    def _turned(self, row, part, weight_ref, live, dtype):
+        halves = [self._load(row, part, s, self.half, live) for s in (0, self.half)]
+        index = (row[:, None], jnp.arange(self.half)[None, :])
+        tables = [plt.load(table.at[index], mask=live[:, None], other=0.0) for table in self.tables]
+        return _rotated(_normed(*halves, weight_ref, self.eps), tables, dtype)
+
+    def queries(self, dtype):
+        """Both halves of the tile's queries, and their index t."""
+        row = jnp.arange(self.problem.tile.rows)
+        t, head = row // self.problem.group, row % self.problem.group
+        return self._turned(t, head, self.q_norm, row < self.problem.num_rows, dtype), t
+
+    def keys(self, t, live, dtype):
+        """Both halves of the keys of rows t."""
+        part = jnp.full(t.shape, self.problem.group)
+        return self._turned(t, part, self.k_norm, live, dtype)
+
+    def values(self, t, live, column, dtype):
+        """The program's columns of the values of rows t."""
+        last = jnp.full(t.shape, self.rows_ref.shape[1] - 1)
+        whole = self._load(t, last, 0, self.problem.head_dim, live).astype(jnp.float32)
+        inverse = lax.rsqrt((whole * whole).sum(1) / self.problem.head_dim + self.eps)[:, None]
+        part = self._load(t, last, column, self.problem.columns, live).astype(jnp.float32)
+        return (part * inverse).astype(dtype)
+
+
+def _kernel(problem, eps, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref, sin_ref, *refs):
+    """One program: grid (column parts, splits, slots x KV heads)."""
+    rows_ref, k_ref, v_ref, o_ref, top_ref, mass_ref, k_out, v_out = refs
+    tile, window, (source,) = problem.tile, problem.window, problem.sources
+    part, split = pl.program_id(0), pl.program_id(1)
+    slot = pl.program_id(2) // (problem.num_heads // problem.group)
+    start, end = starts_ref[slot], ends_ref[slot]
+    oldest = jnp.maximum(0, start - window + 1) if window is not None else 0
+    span = Span(start, end, start, start + problem.num_new - 1, jnp.int32(oldest))
+    dtype, half, column = v_ref.dtype, problem.head_dim // 2, part * problem.columns
+    new = _NewRows(problem, eps, (q_norm_ref, k_norm_ref), (cos_ref, sin_ref), rows_ref)
+    low, high = (pl.ds(0, half), pl.ds(half, half))
+    columns = pl.ds(column, problem.columns)
+
+    def with_new(rows, t, is_new, cached):
+        """The block with its new keys and values in place, which are written as well."""
+        t = jnp.where(is_new, t, 0)
+        k_new = new.keys(t, is_new, dtype)
+        v_new = new.values(t, is_new, column, dtype)
+        is_first = is_new & (part == 0)
+        for x, ref, where, mask in (
+            (k_new[0], k_out, low, is_first),
+            (k_new[1], k_out, high, is_first),
+            (v_new, v_out, columns, is_new),
+        ):
+            plt.store(ref.at[rows, where], x, mask=mask[:, None])
+        pairs = zip((*k_new, v_new), cached, strict=True)
+        return tuple(jnp.where(is_new[:, None], x, old) for x, old in pairs)
+
+    def visit(i, carry, queries, holds_new):
+        """Adds block i; `holds_new` says whether it may hold new positions, None: find out."""
+        (q_low, q_high), t = queries
+        row, pos, exists = source.locate(i, span, tile.block)
+        rows = pl.ds(row, tile.block)
+        is_new = exists & (pos >= start)
+        if holds_new is None:
+            # Loads that do not wait for the slot's length; its dead slots are dropped after.
+            cached = k_ref[rows, low], k_ref[rows, high], v_ref[rows, columns]
+            block = lax.cond(
+                jnp.max(is_new.astype(jnp.int32)) > 0,
+                lambda cached: with_new(rows, pos - start, is_new, cached),
+                lambda cached: cached,
+                cached,
+            )
+        else:
+            mask = (exists & ~is_new)[:, None]
+            block = tuple(
+                plt.load(ref.at[rows, where], mask=mask, other=0.0)
+                for ref, where in ((k_ref, low), (k_ref, high), (v_ref, columns))
+            )
+            if holds_new:
+                block = with_new(rows, pos - start, is_new, block)
+        k_low, k_high, v = block
+        v = jnp.where(exists[:, None], v, 0.0)
+        scores = plt.dot(q_low, k_low.T) + plt.dot(q_high, k_high.T)
+        q_pos = start + t
+        visible = (pos[None, :] <= q_pos[:, None]) & exists[None, :]
+        if window is not None:
+            visible &= q_pos[:, None] - pos[None, :] < window
+        return add_block(carry, jnp.where(visible, scores, -jnp.inf), v)
+
+    queries = new.queries(dtype)
+    carry = empty_carry(problem)
+    if isinstance(source, Ring):
+        carry = visit(split, carry, queries, None)
+    else:
+        carry = _visit_linear(problem, span, split, carry, functools.partial(visit, queries=queries))
+    o, top, mass = *carry[:2], carry[2].sum(1)
+    row = jnp.arange(tile.rows)
+    live = (row < problem.num_rows)[:, None]
+    at = (row[:, None], column + jnp.arange(problem.columns)[None, :])
+    plt.store(o_ref.at[at], o, mask=live)
+    top_ref[...] = top
+    mass_ref[...] = mass
+
+
+def _visit_linear(problem, span, split, carry, visit):
+    """The split's blocks of a linear cache: first those without new positions, then the last."""
+    (source,), block, splits = problem.sources, problem.tile.block, problem.tile.splits
+    first, stop = source.blocks(span, block)
+    first += lax.rem(split - lax.rem(first, splits) + splits, splits)
+    old_stop = jnp.minimum(stop, span.start // block)
+    num_old = pl.cdiv(jnp.maximum(old_stop - first, 0), splits)
+    num_all = pl.cdiv(jnp.maximum(stop - first, 0), splits)
+
+    def old(step, carry):
+        return visit(first + step * splits, carry, holds_new=False)
+
+    def last(step, carry):
+        return visit(first + step * splits, carry, holds_new=True)
+
+    return lax.fori_loop(num_old, num_all, last, lax.fori_loop(0, num_old, old, carry))
