@@ -125,6 +125,8 @@ class AttentionConfig(Section):
       pad_keys: Key count of the three-stage path: rounded up to a multiple, or `exact`.
       group_heads: Whether the query heads that share a KV head form one matrix.
       verify: One `fused` kernel, or `three_stage` (scores, softmax, values).
+      fuse_rows: Whether the kernels take in the small operations around them: norms, RoPE, cache
+        writes and residual sums of the new rows. Plain JAX has nothing to fuse them into.
       impl: `triton`, `xla` or `interpret`; null chooses by device and says what it chose.
     """
 
@@ -132,6 +134,7 @@ class AttentionConfig(Section):
     pad_keys: Literal["exact", 64, 128, 256] = setting(64)
     group_heads: bool = setting(True)
     verify: Literal["fused", "three_stage"] = setting("fused")
+    fuse_rows: bool = setting(True)
     impl: Literal["triton", "xla", "interpret"] | None = setting(None)
 
 

@@ -3,19 +3,23 @@
 Imports nothing of `carat_jax`; the engine calls these functions and knows nothing about GPUs.
 """
 
+from pallas_kernels.append_attention import append_attention
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.grouped_attention import grouped_attention
 from pallas_kernels.per_head_attention import per_head_attention
 from pallas_kernels.prefill_attention import prefill_attention, prefill_ring_attention
 from pallas_kernels.reference import merge_partials
+from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.ring_attention import ring_attention
 
 __all__ = [
+    "append_attention",
     "expert_mlp",
     "grouped_attention",
     "merge_partials",
     "per_head_attention",
     "prefill_attention",
     "prefill_ring_attention",
+    "residual_norm",
     "ring_attention",
 ]

@@ -139,9 +139,7 @@ def check_new_rows(kernel, qkv, cos, sin, group, *, window, ring):
 
 # Jitted so that a step that calls it once a layer traces and lowers it once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _append(
-    problem, eps, interpret, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends
-):
+def _append(problem, eps, interpret, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends):
     """Launches the kernel and the combine of its splits."""
     slots, num_new, kv_heads, parts, head_dim = qkv.shape
     tile, sets = problem.tile, slots * kv_heads
@@ -304,7 +302,9 @@ def _kernel(problem, eps, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref,
     if isinstance(source, Ring):
         carry = visit(split, carry, queries, None)
     else:
-        carry = _visit_linear(problem, span, split, carry, functools.partial(visit, queries=queries))
+        carry = _visit_linear(
+            problem, span, split, carry, functools.partial(visit, queries=queries)
+        )
     o, top, mass = *carry[:2], carry[2].sum(1)
     row = jnp.arange(tile.rows)
     live = (row < problem.num_rows)[:, None]

@@ -419,7 +419,9 @@ def attend(
     if direct:
         return result[0].reshape(q.shape)
     out_dtype = jnp.float32 if partials else dtype
-    return combine(name, problem, result, q.shape, out_dtype, partials=partials, interpret=interpret)
+    return combine(
+        name, problem, result, q.shape, out_dtype, partials=partials, interpret=interpret
+    )
 
 
 def combine(name, problem, parts, shape, dtype, *, partials=False, interpret):

@@ -25,6 +25,7 @@ def compute_options(config: Config) -> ComputeOptions:
         experts=_implementation("moe.impl", config.moe.impl, config.dtype, "dense"),
         is_fused=config.attention.verify == "fused",
         group_heads=config.attention.group_heads,
+        fuse_rows=config.attention.fuse_rows,
     )
 
 

@@ -4,6 +4,7 @@ The prompt is one prefill chunk over caches made for it, so the engine's steps, 
 and what is being served are left as they are.
 """
 
+import dataclasses
 import difflib
 import fnmatch
 import math
@@ -58,7 +59,7 @@ class Tracer:
 
     def __init__(self, config: Config, model: ModelConfig, graph: nnx.GraphDef):
         self._model, self._graph, self._dtype = model, graph, jnp.dtype(config.dtype)
-        self._options = options = compute_options(config)
+        self._options = options = dataclasses.replace(compute_options(config), fuse_rows=False)
         cache = config.cache
         self._kinds = CacheKinds(cache.local_layers, cache.global_layers, options.ring_block)
         self._compiled: dict[frozenset[str], Callable] = {}

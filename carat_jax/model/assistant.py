@@ -34,7 +34,14 @@ from carat_jax.assistant_families import (
 )
 from carat_jax.cache.bank import CacheBank
 from carat_jax.families import ModelConfig
-from carat_jax.model.gemma4 import DecoderLayer, Gemma4, RMSNorm, StepContext, layer_frequencies
+from carat_jax.model.decoder_layer import (
+    DecoderLayer,
+    RMSNorm,
+    StepContext,
+    layer_frequencies,
+    run_layers,
+)
+from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.json_file import read_json
 from carat_jax.model.load_hf import Placement, load_hf
 from carat_jax.model.params import TensorSource, matrix, param, split
@@ -157,11 +164,7 @@ class Assistant(nnx.Module):
             taps=NO_TAPS,
         )
         x = linear(jnp.concatenate([embedding, hidden], axis=-1), self.pre_projection.get_value())
-        x = x[:, None]
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"assistant_{index}"):
-                x = layer(x, None, step)
-        y = self.norm(x)[:, 0]
+        y = run_layers(self.layers, x[:, None], None, step, self.norm, "assistant")[:, 0]
         return y, linear(y, self.post_projection.get_value())
 
     def candidates(

@@ -15,6 +15,7 @@ class ComputeOptions:
       impl: attention by "xla", or by the Pallas kernels, "triton" or "interpret".
       is_fused: one kernel a layer instead of scores, softmax and values one after the other.
       group_heads: query heads of one KV head form one matrix.
+      fuse_rows: norms, RoPE, cache writes and residual sums join their neighbours' kernels.
       num_keys: keys a global layer's three separate stages look at; None looks at the whole cache.
       experts: products of a mixture's experts: "dense" or "ragged_dot" in plain JAX, or the Pallas
         kernel, "triton" or "interpret"; see `numerics.experts`.
@@ -23,6 +24,7 @@ class ComputeOptions:
     impl: str = "xla"
     is_fused: bool = True
     group_heads: bool = True
+    fuse_rows: bool = True
     num_keys: int | None = None
     experts: str = "dense"
 

@@ -113,9 +113,13 @@ def test_per_layer_inputs_add_what_is_missing_between_the_streams():
     norm = Reference(model.raw, weights).rms_norm
     parts = [
         norm(found[f"layers.1.{part}.out"], weights[f"layers.1.post_{block}_layernorm.weight"])
-        for part, block in (("attn", "attention"), ("mlp", "feedforward"))
+        for part, block in (
+            ("attn", "attention"),
+            ("mlp", "feedforward"),
+            ("per_layer", "per_layer_input"),
+        )
     ]
-    total = found["layers.0.residual"] + sum(parts) + found["layers.1.per_layer.out"]
+    total = found["layers.0.residual"] + sum(parts)
     want = total * weights["layers.1.layer_scalar"]
     assert np.abs(found["layers.1.residual"] - want).max() < 1e-4
 

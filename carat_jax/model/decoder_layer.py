@@ -1,0 +1,360 @@
+"""One decoder layer of Gemma 4 as Flax NNX modules, named as the checkpoint names them.
+
+A module declares its parameters once (`ParamSpec`: shape, axes, initialiser, and which tensors of
+a published checkpoint fill it); loading, random weights, sharding and byte counts all read that
+declaration. Fused weights keep their axes apart (`qkv_proj` is `[D, K, G + 2, H]`), so KV heads and
+MLP columns can be split over devices. Formulas: transformers 5.17, `modeling_gemma4`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from carat_jax.array_types import Array, Float, Hidden, Int, Lengths, Queries, Slots
+from carat_jax.cache.append import Projection, append_attend, can_append
+from carat_jax.cache.bank import Cache
+from carat_jax.families import LayerSpec, ModelConfig
+from carat_jax.model.moe import Experts, Router
+from carat_jax.model.params import TensorSource, matrix, param, vector
+from carat_jax.model.taps import Taps
+from carat_jax.numerics.attention import KeyView, RotatedView, attend
+from carat_jax.numerics.layers import gelu_gate, linear, rms_norm, rope_frequencies, rotate
+from carat_jax.numerics.options import ComputeOptions
+from pallas_kernels.residual_norm import residual_norm
+
+
+@dataclasses.dataclass
+class StepContext:
+    """What every layer of one step shares.
+
+    `views` collects, by owning layer, what queries may look at, for the layers that borrow it;
+    `taps` the arrays that a trace wants.
+    """
+
+    starts: Lengths
+    num_valid: Lengths
+    slots: Slots | None
+    options: ComputeOptions
+    positions: Int[Array, "B T"]
+    rope: dict[bool, tuple[Array, Array]]
+    caches: dict
+    views: dict[int, KeyView | RotatedView]
+    taps: Taps
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm with a plain weight."""
+
+    def __init__(self, name: str, width: int, eps: float, dtype: DTypeLike):
+        self.weight = vector(f"{name}.weight", width, dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+        """Normalises the last axis."""
+        return rms_norm(x, self.weight.get_value(), self.eps)
+
+
+class Attention(nnx.Module):
+    """Self-attention of one layer: fused projections, head norms, RoPE, cache, softmax, output."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
+        spec, prefix = config.layer(index), f"layers.{index}.self_attn"
+        self.spec, self.eps = spec, config.rms_norm_eps
+        num_kv, dim, width = spec.num_kv_heads, spec.head_dim, config.hidden_size
+        self.group = group = config.num_attention_heads // num_kv
+        parts = [("q_proj", slice(0, group))]
+        if spec.owns_kv:
+            parts.append(("k_proj", slice(group, group + 1)))
+            if not spec.k_eq_v:
+                parts.append(("v_proj", slice(group + 1, group + 2)))
+        num_parts = parts[-1][1].stop
+
+        def source(name: str, where: slice) -> TensorSource:
+            heads = where.stop - where.start
+            return TensorSource(
+                f"{prefix}.{name}.weight",
+                shape=(num_kv * heads * dim, width),
+                view=(num_kv, heads, dim, width),
+                order=(3, 0, 1, 2),
+                index=(slice(None), slice(None), where),
+            )
+
+        self.qkv_proj = param(
+            (width, num_kv, num_parts, dim),
+            dtype,
+            axes=("embed", "kv_heads", None, None),
+            tensors=tuple(source(name, where) for name, where in parts),
+        )
+        self.o_proj = param(
+            (num_kv, group, dim, width),
+            dtype,
+            axes=("kv_heads", None, None, "embed"),
+            fan_in=num_kv * group * dim,
+            tensors=(
+                TensorSource(
+                    f"{prefix}.o_proj.weight",
+                    shape=(width, num_kv * group * dim),
+                    view=(width, num_kv, group, dim),
+                    order=(1, 2, 3, 0),
+                ),
+            ),
+        )
+        self.q_norm = RMSNorm(f"{prefix}.q_norm", dim, config.rms_norm_eps, dtype)
+        if spec.owns_kv:
+            self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, config.rms_norm_eps, dtype)
+
+    def __call__(self, x: Hidden, step: StepContext) -> Hidden:
+        """Attends from `x` `[B, T, D]`; writes the layer's cache in `step` if it owns one."""
+        spec, group = self.spec, self.group
+        with jax.named_scope("qkv"):
+            fused = linear(x, self.qkv_proj.get_value())
+        cache = step.caches.get(spec.index)
+        if step.slots is None and can_append(cache, x.shape[1], group, step.options):
+            with jax.named_scope("attend"):
+                out = self._append(cache, fused, step)
+        else:
+            out = self._attend(cache, fused, step)
+        with jax.named_scope("o"):
+            heads = out.reshape(*x.shape[:2], spec.num_kv_heads, group, spec.head_dim)
+            out = linear(heads, self.o_proj.get_value(), num_in=3)
+            return step.taps.put(f"layers.{spec.index}.attn.out", out)
+
+    def _append(
+        self, cache: Cache, fused: Float[Array, "B T K parts H"], step: StepContext
+    ) -> Queries:
+        """Everything between the projections in one kernel."""
+        spec = self.spec
+        new = Projection(
+            fused,
+            self.group,
+            self.q_norm.weight.get_value(),
+            self.k_norm.weight.get_value(),
+            self.eps,
+            step.rope[spec.is_sliding],
+        )
+        cache, out = append_attend(
+            cache, new, step.starts, step.num_valid, spec.window, step.options
+        )
+        step.caches[spec.index] = cache
+        step.views[spec.index] = cache.view(step.starts + step.num_valid, None)
+        return out
+
+    def _attend(
+        self, cache: Cache | None, fused: Float[Array, "B T K parts H"], step: StepContext
+    ) -> Queries:
+        """Norms, RoPE, cache rows and attention, one after the other."""
+        spec, group, tables = self.spec, self.group, step.rope[self.spec.is_sliding]
+        name = f"layers.{spec.index}.attn"
+        with jax.named_scope("qkv"):
+            q = rotate(self.q_norm(fused[..., :group, :]), tables, dtype=jnp.float32)
+        if spec.owns_kv:
+            with jax.named_scope("cache"):
+                raw_k = fused[..., group, :]
+                # Where keys equal values, the value is the raw key projection: not normed by
+                # k_norm and not rotated.
+                raw_v = raw_k if spec.k_eq_v else fused[..., group + 1, :]
+                k, v = rotate(self.k_norm(raw_k), tables), rms_norm(raw_v, eps=self.eps)
+                step.taps.put(f"{name}.k", k), step.taps.put(f"{name}.v", v)
+                step.caches[spec.index], view = cache.extend(
+                    k, v, step.starts, step.num_valid, step.slots, spec.window
+                )
+                if isinstance(view, RotatedView):
+                    view = dataclasses.replace(view, key_weight=self.k_norm.weight.get_value())
+                step.views[spec.index] = view
+        with jax.named_scope("attend"):
+            heads = step.taps.put(f"{name}.q", q.reshape(*q.shape[:2], -1, spec.head_dim))
+            view = step.views[spec.kv_owner]
+            step.taps.put_attention(name, heads, step.positions, view, spec.window)
+            return attend(heads, step.positions, view, spec.window, step.options)
+
+
+class MLP(nnx.Module):
+    """`down(gelu(gate x) * up x)`."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
+        width, mlp, prefix = (
+            config.hidden_size,
+            config.layer(index).mlp_width,
+            f"layers.{index}.mlp",
+        )
+        self.gate_up_proj = param(
+            (width, 2, mlp),
+            dtype,
+            axes=("embed", None, "mlp"),
+            tensors=tuple(
+                TensorSource(
+                    f"{prefix}.{name}.weight",
+                    shape=(mlp, width),
+                    view=(mlp, width),
+                    order=(1, 0),
+                    index=(slice(None), i),
+                )
+                for i, name in enumerate(("gate_proj", "up_proj"))
+            ),
+        )
+        self.down_proj = matrix(f"{prefix}.down_proj.weight", mlp, width, ("mlp", "embed"), dtype)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        """Applies the MLP row by row."""
+        with jax.named_scope("gate_up"):
+            gate_up = linear(x, self.gate_up_proj.get_value())
+            gated = gelu_gate(gate_up[..., 0, :], gate_up[..., 1, :])
+        with jax.named_scope("down"):
+            return linear(gated, self.down_proj.get_value())
+
+
+class PerLayerInput(nnx.Module):
+    """The gated per-layer embedding that E2B and E4B add after the MLP."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
+        width, ple, prefix = (
+            config.hidden_size,
+            config.hidden_size_per_layer_input,
+            f"layers.{index}",
+        )
+        self.gate = matrix(
+            f"{prefix}.per_layer_input_gate.weight", width, ple, ("embed", None), dtype
+        )
+        self.projection = matrix(
+            f"{prefix}.per_layer_projection.weight", ple, width, (None, "embed"), dtype
+        )
+        self.norm = RMSNorm(
+            f"{prefix}.post_per_layer_input_norm", width, config.rms_norm_eps, dtype
+        )
+
+    def __call__(self, x: Hidden, inputs: Float[Array, "B T P"]) -> Hidden:
+        """What to add, once `norm`ed, to the residual `x` for this layer's `inputs`."""
+        gated = gelu_gate(linear(x, self.gate.get_value()), inputs)
+        return linear(gated, self.projection.get_value())
+
+
+class DecoderLayer(nnx.Module):
+    """One layer: attention and MLP, each between two norms, and the trained residual scale.
+
+    Where the model has experts, they and the MLP run side by side, each with norms of its own.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(f"layers.{index}.{name}", config.hidden_size, config.rms_norm_eps, dtype)
+
+        self.input_layernorm = norm("input_layernorm")
+        self.self_attn = Attention(config, index, dtype)
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
+        self.mlp = MLP(config, index, dtype)
+        self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
+        has_experts = config.layer(index).num_experts > 0
+        self.router = Router(config, index, dtype) if has_experts else None
+        self.experts = Experts(config, index, dtype) if has_experts else None
+        if has_experts:
+            self.post_feedforward_layernorm_1 = norm("post_feedforward_layernorm_1")
+            self.pre_feedforward_layernorm_2 = norm("pre_feedforward_layernorm_2")
+            self.post_feedforward_layernorm_2 = norm("post_feedforward_layernorm_2")
+        self.per_layer_input = (
+            PerLayerInput(config, index, dtype) if config.hidden_size_per_layer_input else None
+        )
+        self.layer_scalar = vector(f"layers.{index}.layer_scalar", 1, dtype)
+
+    def __call__(
+        self,
+        x: Hidden,
+        normed: Hidden,
+        per_layer: Float[Array, "B T P"] | None,
+        step: StepContext,
+        next_norm: RMSNorm,
+    ) -> tuple[Hidden, Hidden]:
+        """One layer.
+
+        Args:
+          x: the residual stream.
+          normed: `input_layernorm(x)`: every norm of the stream is taken where the stream is
+            summed, so that both are one pass over it.
+          per_layer: this layer's inputs.
+          step: what the layers of the step share.
+          next_norm: the norm of whatever reads the result.
+
+        Returns:
+          The residual stream after the layer, and `next_norm` of it.
+        """
+        scalar, name = self.layer_scalar.get_value(), f"layers.{self.self_attn.spec.index}"
+        x, normed = add_norm(
+            x,
+            self.self_attn(normed, step),
+            self.post_attention_layernorm,
+            self.pre_feedforward_layernorm,
+            step.options,
+        )
+        with jax.named_scope("mlp"):
+            branch = step.taps.put(f"{name}.mlp.out", self.mlp(normed))
+            if self.experts is not None:
+                branch = self.post_feedforward_layernorm_1(branch) + self._mixture(x, step)
+            norm = self.post_feedforward_layernorm
+            if self.per_layer_input is None:
+                return add_norm(x, branch, norm, next_norm, step.options, scalar)
+            x = x + norm(branch)
+        with jax.named_scope("per_layer_input"):
+            branch = step.taps.put(f"{name}.per_layer.out", self.per_layer_input(x, per_layer))
+            return add_norm(x, branch, self.per_layer_input.norm, next_norm, step.options, scalar)
+
+    def _mixture(self, x: Hidden, step: StepContext) -> Hidden:
+        """The experts' part, from the residual `x`: the router sees it un-normed."""
+        with jax.named_scope("experts"):
+            weights, chosen = self.router(x)
+            # Rows that hold no token choose nobody, so that nothing is read for them.
+            is_token = jnp.arange(x.shape[1]) < step.num_valid[:, None]
+            chosen = jnp.where(is_token[..., None], chosen, self.router.num_experts)
+            normed = self.pre_feedforward_layernorm_2(x)
+            mixed = self.experts(normed, weights, chosen, step.options.experts)
+            return self.post_feedforward_layernorm_2(mixed)
+
+
+def add_norm(
+    x: Hidden,
+    branch: Hidden,
+    norm: RMSNorm,
+    next_norm: RMSNorm,
+    options: ComputeOptions,
+    scalar: Float[Array, "1"] | None = None,
+) -> tuple[Hidden, Hidden]:
+    """`(x + norm(branch)) * scalar`, and `next_norm` of it."""
+    if options.impl == "xla" or not options.fuse_rows:
+        x = x + norm(branch)
+        x = x if scalar is None else x * scalar
+        return x, next_norm(x)
+    with jax.named_scope("norm"):
+        weights = norm.weight.get_value(), next_norm.weight.get_value()
+        return residual_norm(x, branch, *weights, scalar, eps=norm.eps, impl=options.impl)
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    x: Hidden,
+    per_layer: Float[Array, "B T L P"] | None,
+    step: StepContext,
+    final_norm: RMSNorm,
+    scope: str,
+) -> Hidden:
+    """The final-normed state after all `layers`; `scope` names each in profiles."""
+    normed = layers[0].input_layernorm(x)
+    next_norms = [*(layer.input_layernorm for layer in layers[1:]), final_norm]
+    for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+        with jax.named_scope(f"{scope}_{index}"):
+            inputs = None if per_layer is None else per_layer[:, :, index]
+            x, normed = layer(x, normed, inputs, step, next_norm)
+            step.taps.put(f"layers.{layer.self_attn.spec.index}.residual", x)
+    return normed
+
+
+def layer_frequencies(config: ModelConfig, layer: LayerSpec) -> Float[np.ndarray, "half"]:
+    """RoPE frequencies of a layer; see `rope_frequencies`."""
+    if layer.is_sliding:
+        return rope_frequencies(layer.head_dim, config.sliding_rope_theta)
+    return rope_frequencies(
+        layer.head_dim, config.full_rope_theta, config.partial_rotary_factor, config.rope_factor
+    )
