@@ -112,11 +112,11 @@ def test_per_layer_inputs_add_what_is_missing_between_the_streams():
     weights = {k: v.astype(np.float64) for k, v in make_weights(model.raw).items()}
     norm = Reference(model.raw, weights).rms_norm
     parts = [
-        norm(found[f"layers.1.{part}.out"], weights[f"layers.1.post_{block}_layernorm.weight"])
-        for part, block in (
-            ("attn", "attention"),
-            ("mlp", "feedforward"),
-            ("per_layer", "per_layer_input"),
+        norm(found[f"layers.1.{part}.out"], weights[f"layers.1.post_{name}.weight"])
+        for part, name in (
+            ("attn", "attention_layernorm"),
+            ("mlp", "feedforward_layernorm"),
+            ("per_layer", "per_layer_input_norm"),
         )
     ]
     total = found["layers.0.residual"] + sum(parts)
