@@ -6,9 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from carat_jax.bench.ablation_plan import Workload
+from carat_jax.bench.cost import keys_read
 from carat_jax.config import Settings
 from carat_jax.engine.api import Engine
 from carat_jax.engine.tokenizer import Tokenizer
@@ -79,18 +78,9 @@ def bytes_a_round(engine: Engine, workload: Workload) -> int:
 
     That is the least there is to move, not what a variant moves: a full cache reads more.
     """
-    config, model = engine.config, engine.model
-    length = workload.prompt_tokens + workload.new_tokens // 2
-    numbers = 0
-    for layer in model.layers:
-        owner = model.layer(layer.kv_owner)
-        seen = min(length, layer.window or length)
-        is_rotated = config.cache.global_layers == "v_rot" and not owner.is_sliding
-        rotated = 2 * int(model.partial_rotary_factor * owner.head_dim // 2)
-        keys = rotated if is_rotated else owner.head_dim
-        numbers += owner.num_kv_heads * seen * (keys + owner.head_dim)
-    size = jnp.dtype(config.dtype).itemsize
-    return engine.stats()["weight_bytes"] + config.engine.max_batch * numbers * size
+    held = workload.prompt_tokens + workload.new_tokens // 2
+    weights, slots = engine.stats()["weight_bytes"], engine.config.engine.max_batch
+    return weights + keys_read(engine, held, slots)
 
 
 class Reference:

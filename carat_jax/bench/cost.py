@@ -59,7 +59,10 @@ def pass_costs(
         if names[0] == "layers":
             kind = _kind(model.layer(int(names[1])))
         used = logit_rows if kind == "head" and logit_rows is not None else rows
-        costs[kind, _part(names)] += _product(leaf, used * slots)
+        if "experts" in names:
+            costs[kind, "experts"] += _experts(leaf, model.layer(int(names[1])), rows * slots)
+        else:
+            costs[kind, _part(names)] += _product(leaf, used * slots)
     for layer in model.layers:
         owner = model.layer(layer.kv_owner)
         heads = model.num_attention_heads
@@ -67,6 +70,16 @@ def pass_costs(
             engine, owner, heads, layer.window, context, rows, slots
         )
     return dict(costs)
+
+
+def keys_read(engine: Engine, held: int, slots: int) -> int:
+    """Bytes of keys and values that decoding sees when each slot holds `held` positions."""
+    model, heads = engine.model, engine.model.num_attention_heads
+    costs = (
+        _attention(engine, model.layer(layer.kv_owner), heads, layer.window, held - 1, 1, slots)
+        for layer in model.layers
+    )
+    return int(sum(one.bytes for one in costs))
 
 
 def draft_costs(engine: Engine, context: int, slots: int = 1) -> dict[tuple[str, str], Cost]:
@@ -115,6 +128,13 @@ def _part(names: list[str]) -> str:
 def _product(leaf: jax.Array, rows: int) -> Cost:
     """A weight read once and applied to `rows` rows; what is no matrix costs no operations."""
     return Cost(leaf.nbytes, 2.0 * leaf.size * rows if leaf.ndim > 1 else 0.0)
+
+
+def _experts(leaf: jax.Array, layer: LayerSpec, rows: int) -> Cost:
+    """The experts that `rows` tokens take, each `top_k_experts` of them by chance."""
+    share = layer.top_k_experts / layer.num_experts
+    touched = 1 - (1 - share) ** rows
+    return Cost(leaf.nbytes * touched, 2.0 * leaf.size * share * rows)
 
 
 def _attention(

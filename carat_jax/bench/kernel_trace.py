@@ -19,7 +19,7 @@ import jax
 from carat_jax.families import ModelConfig
 
 # Scopes that tell the part of a layer; of several in a path the innermost counts.
-PARTS = ("qkv", "norm", "rope", "cache", "attend", "o", "gate_up", "gelu", "down")
+PARTS = ("qkv", "norm", "rope", "cache", "attend", "o", "gate_up", "gelu", "down", "experts")
 # Scopes outside the layers, which are kinds of their own.
 _KINDS = ("embed", "head", "draft", "accept")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?([\w\-]+)\(([^)]*)\)(.*)")

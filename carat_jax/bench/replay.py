@@ -124,9 +124,9 @@ def warm_up(engine: Engine) -> float:
     """Runs greedy requests through every shape that a replay uses; seconds."""
     started, loop = time.perf_counter(), engine.loop
     params = sampling_from(_greedy(engine), max_tokens=4)
-    token = min(1_000, engine.model.vocab_size - 1)
-    for size in engine.config.engine.prefill_chunks:
-        ids = [token] * min(size, loop.max_context - 8)
+    for i, size in enumerate(engine.config.engine.prefill_chunks):
+        # Prompts of their own, so that none continues from what a slot still holds of another.
+        ids = [engine.model.vocab_size // 2 + i] * min(size, loop.max_context - 8)
         loop.run([loop.submit(ids, params) for _ in range(loop.num_slots)])
     return time.perf_counter() - started
 

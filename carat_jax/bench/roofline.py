@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 
 from carat_jax.bench import command, cost, device_steps, kernel_trace, measure, roofline_report
@@ -42,7 +43,7 @@ _TOP = flags.DEFINE_integer("top", 40, "Kernels printed, the longest first.", 0,
 
 # Steps under the profiler; their kernels hardly vary.
 _PROFILED = 3
-_MATMULS = ("qkv", "o", "gate_up", "down", "head")
+_MATMULS = ("qkv", "o", "gate_up", "down", "experts", "head")
 _Costs = Mapping[tuple[str, str], Cost]
 
 
@@ -166,6 +167,8 @@ def main() -> int:
     if output:
         check_can_draw()
         output.mkdir(parents=True, exist_ok=True)
+    # A cached executable may carry the scopes of the source it was first compiled from.
+    jax.config.update("jax_enable_compilation_cache", False)
     base = command.load_weights(_FLAGS)
     records = Records(output and str(output / "roofline.jsonl"), _FLAGS.commit, echo=False)
     rates, rows = measure.ceilings(), []

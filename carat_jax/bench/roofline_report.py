@@ -16,7 +16,7 @@ from carat_jax.bench.measure import origin
 
 _HEAD = ("part of the step", "kernels", "us", "of the step", "least us", "of limit")
 _ATTENTION = ("attend", "cache", "rope")
-_BY_PART = {"qkv": "projections", "o": "projections", "norm": "norms"}
+_BY_PART = {"qkv": "projections", "o": "projections", "norm": "norms", "experts": "experts"}
 _BY_PART |= dict.fromkeys(("gate_up", "gelu", "down"), "MLP")
 
 Row = Mapping[str, Any]

@@ -96,6 +96,21 @@ def test_a_burst_reads_the_assistant_once_a_draft(big, monkeypatch):
     assert cost.draft_costs(SimpleNamespace(loop=loop), 6000) == {}
 
 
+def test_a_mixture_reads_the_experts_that_its_tokens_take():
+    model = FAMILIES["26b-a4b"]
+    _, target = leaves(Gemma4(model, jnp.bfloat16))
+    loop = SimpleNamespace(_params={"target": target})
+    engine = SimpleNamespace(model=model, config=read_settings().build(), loop=loop)
+    # 30 layers of 128 experts of 704, 8 a token: gate, up and down of width 2,816, 2 bytes each.
+    count = sum(not layer.is_sliding for layer in model.layers)
+    expert = 3 * 704 * 2816
+    one, four = (cost.pass_costs(engine, 1000, rows)["global", "experts"] for rows in (1, 4))
+    assert one.bytes == pytest.approx(count * 8 * expert * 2)
+    assert one.flops == pytest.approx(count * 8 * expert * 2)
+    assert four.bytes == pytest.approx(count * 128 * (1 - (15 / 16) ** 4) * expert * 2)
+    assert four.flops == pytest.approx(4 * one.flops)
+
+
 def test_shares_are_of_whichever_limit_binds():
     limits = latency.Limits(bytes_per_s=4e12, flops_per_s=800e12)
     told = limits.shares(Cost(60e9, 80e12), 0.2)
