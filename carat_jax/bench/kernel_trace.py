@@ -72,7 +72,7 @@ def read_program(hlo_text: str) -> Program:
     reads, or else of what it fuses, or else of its next user, or else of its operands.
     """
     scopes, callers, inside, weights = {}, set(), {}, {}
-    users, operands, called = defaultdict(list), {}, {}
+    users, operands, called, products = defaultdict(list), {}, {}, {}
     computation = ""
     for line in hlo_text.splitlines():
         if head := _COMPUTATION.match(line):
@@ -88,7 +88,9 @@ def read_program(hlo_text: str) -> Program:
                 callers.add(name)
             if scope and opcode != "constant":
                 scopes[name] = inside[computation] = scope[1]
-            elif target := _CALLED.search(rest):
+                if opcode == "dot":
+                    products[computation] = scope[1]
+            if target := _CALLED.search(rest):
                 called[name] = target[1]
             operands[name] = re.findall(r"%([\w.\-]+)", arguments)
             for operand in operands[name]:
@@ -96,6 +98,8 @@ def read_program(hlo_text: str) -> Program:
     for name, read in operands.items():
         if len(read) == 1 and read[0] in weights:
             weights[name] = weights[read[0]]  # a weight in another type or layout
+    # A product with something fused behind it is that product.
+    scopes |= {name: products[inner] for name, inner in called.items() if inner in products}
     rules = (
         lambda name: next((weights[read] for read in operands[name] if read in weights), ""),
         lambda name: inside.get(called.get(name), ""),

@@ -20,6 +20,13 @@ HloModule jit_step, is_scheduled=true
   ROOT %m = bf16[4]{0} multiply(%p, %p), metadata={op_name="jit(step)/layer_1/norm/mul"}
 }
 
+%fused_gemm (p.1: bf16[4], q.1: bf16[4,4]) -> bf16[4] {
+  %p.1 = bf16[4]{0} parameter(0)
+  %q.1 = bf16[4,4]{1,0} parameter(1)
+  %dot.3 = bf16[4]{0} dot(%p.1, %q.1), metadata={op_name="jit(step)/layer_0/o/dot_general"}
+  ROOT %t.1 = bf16[4]{0} tanh(%dot.3), metadata={op_name="jit(step)/layer_0/norm/tanh"}
+}
+
 ENTRY %main (w: bf16[4,4], x: bf16[4]) -> bf16[4] {
   %w = bf16[4,4]{1,0} parameter(0), metadata={op_name="params['target']['layers'][1]['mlp']['down_proj']"}
   %d = bf16[4,4]{1,0} parameter(1), metadata={op_name="params['draft']['layers'][0]['self_attn']['o_proj']"}
@@ -29,22 +36,27 @@ ENTRY %main (w: bf16[4,4], x: bf16[4]) -> bf16[4] {
   %dot.2 = bf16[4]{0} custom-call(%x, %d), custom_call_target="__cublas$gemm"
   %fusion.1 = bf16[4]{0} fusion(%dot.1), kind=kLoop, calls=%fused_inner
   %copy.1 = bf16[4]{0} copy(%fusion.1)
+  %gemm.1 = bf16[4]{0} fusion(%copy.1, %x), calls=%fused_gemm, metadata={op_name="jit(step)/layer_0/norm/tanh"}
   %loop.1 = bf16[4]{0} while(%copy.1), condition=%c, body=%b
   ROOT %add.1 = bf16[4]{0} add(%copy.1, %x), metadata={op_name="jit(step)/layer_0/attend/add" source_line=3}
 }
 """  # noqa: E501
 
 
+INNER = {"m", "dot.3", "t.1"}
+
+
 def test_every_instruction_has_the_scope_of_its_source_or_of_what_is_next_to_it():
     program = kernel_trace.read_program(HLO)
     assert program.callers == {"loop.1"}
-    assert {name: program.scopes[name] for name in program.scopes if name != "m"} == {
+    assert {name: program.scopes[name] for name in program.scopes.keys() - INNER} == {
         "wide": "layer_1/down",
         "dot.1": "layer_1/down",
         "dot.2": "draft/assistant_0/o",
         "fusion.1": "jit(step)/layer_1/norm/mul",
-        "copy.1": "jit(step)/layer_0/attend/add",
-        "loop.1": "jit(step)/layer_0/attend/add",
+        "copy.1": "jit(step)/layer_0/o/dot_general",
+        "gemm.1": "jit(step)/layer_0/o/dot_general",
+        "loop.1": "jit(step)/layer_0/o/dot_general",
         "add.1": "jit(step)/layer_0/attend/add",
     }
 
