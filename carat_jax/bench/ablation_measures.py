@@ -15,16 +15,17 @@ from carat_jax.engine.tokenizer import Tokenizer
 # Alternatives that are compared at each place.
 _NUM_TOP = 20
 
-# What prompts are made of: the world of `tiny`, repeating itself as a long text does.
+# What prompts are made of: the world of `tiny`, which repeats itself as a long text does.
 _SENTENCES = """
-One day, Lily went to the park with her mother.|The sun was warm and the grass was green.
-She saw a little dog near the old tree.|The dog had a red ball.|"Can I play with you?" asked Lily.
-The dog was happy and ran around the tree.|Tom came to the park with his kite.
-The wind was strong, and the kite flew high.|Lily and Tom played until the sun went down.
-Her mother called her name.|"It is time to go home," she said.|Lily gave the ball to the dog.
-They walked home along the river.|The moon was bright over the hill.|Tom waved to his friend.
-At home, Lily told her father about the dog.|He smiled and gave her some bread and milk.
-That night, Lily dreamed of the park.|She was very happy.
+Once upon a time, a brave prince named Jasper lived in the barn.|Everyone knew Jasper well.
+One foggy evening, a careful mole named Milo gave Jasper a seed.|He loved carrots.
+"I wonder what it will be," said Jasper.|He dug a little hole and put the seed into it.
+Day after day, Jasper watered the seed.|One week went by, but nothing grew.
+"Good things take time," said Milo.|Then, after two days, there was a little green leaf.
+The leaf grew and grew.|One snowy afternoon, it began to rain.|"I must find a dry place," said Milo.
+He ran as fast as he could until he saw a light in the valley.|He knocked on the door.
+A careful baker named Dora opened the door.|They sat by the fire and ate carrots.
+"You can stay here until the storm is over," said Dora.|Today Hanna is in the forest.
 """
 
 
