@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import flags
 
 import carat_jax
 from carat_jax.bench import ablation_report
@@ -29,18 +29,21 @@ from carat_jax.bench.ablation_measures import (
     timed,
 )
 from carat_jax.bench.ablation_plan import Plan, Variant, read_plan
+from carat_jax.bench.drawing import check_can_draw
 from carat_jax.bench.measure import Records, read_bandwidth
 from carat_jax.engine.api import Engine
 from carat_jax.engine.compile_counter import num_compilations
 
-_CONFIG = flags.DEFINE_multi_string("config", [], "Ablation files; more may follow as arguments.")
-_SET = flags.DEFINE_multi_string("set", [], "key=value of the base; repeatable.")
-_OUTPUT = flags.DEFINE_string("output", None, "Folder of the rows, tables and pictures.")
-_NUMBERS = {
-    name: flags.DEFINE_integer(name, None, f"Replaces {name} of every file's workload.", 1)
-    for name in ("prompt_tokens", "new_tokens", "rounds")
-}
-_COMMIT = flags.DEFINE_string("commit", None, "Commit of the code, where there is no git.")
+_FLAGS = flags.FlagValues()
+_own = {"flag_values": _FLAGS}
+flags.DEFINE_multi_string("config", [], "Ablation files; more may follow as arguments.", **_own)
+flags.DEFINE_multi_string("set", [], "key=value of the base; repeatable.", **_own)
+flags.DEFINE_string("output", None, "Folder of the rows, tables and pictures.", **_own)
+flags.DEFINE_string("commit", None, "Commit of the code, where there is no git.", **_own)
+flags.DEFINE_boolean("help", False, "Print this.", **_own)
+_NUMBERS = ("prompt_tokens", "new_tokens", "rounds")
+for _name in _NUMBERS:
+    flags.DEFINE_integer(_name, None, f"Replaces {_name} of every file's workload.", 1, **_own)
 
 # What must agree for a row to be the same measurement.
 _ENVIRONMENT = ("device", "driver", "jax", "python", "xla_flags", "commit")
@@ -216,22 +219,35 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main(argv: list[str]) -> None:
-    """Runs the program; exit code 2 for input that cannot be used, 130 after Ctrl-C."""
+def _read_plans(arguments: Sequence[str]) -> list[Plan]:
+    """The plans of a command line, all checked; ValueError if anything cannot be used."""
     try:
-        paths = [*_CONFIG.value, *argv[1:]]
-        if not paths or _OUTPUT.value is None:
-            raise ValueError("give --config FILE.yaml ... and --output DIR")
-        ablation_report.check_can_draw()
-        backend = "gpu" if jax.default_backend() == "gpu" else "cpu"
-        numbers = {name: flag.value for name, flag in _NUMBERS.items() if flag.value is not None}
-        plans = [read_plan(path, _SET.value, backend, numbers) for path in paths]
-        output = Path(_OUTPUT.value)
+        paths = [*_FLAGS(list(arguments))[1:], *_FLAGS.config]
+    except flags.Error as error:
+        raise ValueError(str(error)) from None
+    if _FLAGS.help:
+        return []
+    if not paths or _FLAGS.output is None:
+        raise ValueError("give --config FILE.yaml ... and --output DIR")
+    check_can_draw()
+    backend = "gpu" if jax.default_backend() == "gpu" else "cpu"
+    numbers = {name: _FLAGS[name].value for name in _NUMBERS if _FLAGS[name].value is not None}
+    return [read_plan(path, _FLAGS.set, backend, numbers) for path in sorted(paths)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the program; returns 2 for input that cannot be used, 130 after Ctrl-C."""
+    try:
+        plans = _read_plans(arguments)
+        if _FLAGS.help:
+            print(__doc__, _FLAGS.get_help(), sep="\n")
+            return 0
+        output = Path(_FLAGS.output)
         output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         _say(f"error: {error}")
-        sys.exit(2)
-    records = Records(str(output / "rows.jsonl"), _COMMIT.value, echo=False)
+        return 2
+    records = Records(str(output / "rows.jsonl"), _FLAGS.commit, echo=False)
     rows = Rows(output / "rows.jsonl", records)
     bench = Bench(rows, records.environment)
     interrupted = False
@@ -245,8 +261,8 @@ def main(argv: list[str]) -> None:
         found = rows.of(bench.key(plan, variant) for variant in plan.variants)
         if found:
             print(ablation_report.write(output, plan, found), flush=True)
-    sys.exit(130 if interrupted else 0)
+    return 130 if interrupted else 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(sys.argv))

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from carat_jax.bench import cost
 from carat_jax.bench.ablation_plan import Workload
-from carat_jax.bench.cost import keys_read
 from carat_jax.config import Settings
 from carat_jax.engine.api import Engine
 from carat_jax.engine.tokenizer import Tokenizer
@@ -74,14 +74,15 @@ def _greedy(workload: Workload) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bytes_a_round(engine: Engine, workload: Workload) -> int:
-    """Bytes that a round has to read: every weight once, and the keys and values it may see.
-
-    That is the least there is to move, not what a variant moves: a full cache reads more.
-    """
-    held = workload.prompt_tokens + workload.new_tokens // 2
-    weights, slots = engine.stats()["weight_bytes"], engine.config.engine.max_batch
-    return weights + keys_read(engine, held, slots)
+def bytes_a_round(engine: Engine, workload: Workload) -> float:
+    """Bytes that a round has to read at the middle of the output; see `bench.cost`."""
+    context = workload.prompt_tokens + workload.new_tokens // 2
+    at = {"context": context, "slots": engine.loop.num_slots}
+    passes = (
+        cost.pass_costs(engine, rows=engine.loop.num_rows, **at),
+        cost.draft_costs(engine, **at),
+    )
+    return sum(cost.total(one).bytes for one in passes)
 
 
 class Reference:

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from carat_jax.bench.ablation_plan import Plan
-from carat_jax.bench.drawing import LIGHT, Theme, check_can_draw, save
-
-__all__ = ["check_can_draw", "in_words", "table", "write"]
+from carat_jax.bench.drawing import LIGHT, Theme, save
 
 _COLUMNS = (
     "variant", "ms a token", "against base", "tokens/s", "accepted", "ms a round", "GB/s",
@@ -24,7 +22,7 @@ at any place of the variant's own text, and the first token that differs from th
 Rows with the same *text* wrote the same ids."""
 _ON_XLA = """\
 Attention is plain JAX here (`impl xla`): `fused` is one masked pass over the whole cache and no
-kernel, so `attention.verify` and `attention.group_heads` say nothing about a GPU."""
+kernel, so `verify`, `group_heads` and `fuse_rows` of `attention` say nothing about a GPU."""
 # Where the axis of differences begins.
 _FLOOR = 1e-7
 _LOGPROBS = (
