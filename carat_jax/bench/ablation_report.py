@@ -130,7 +130,7 @@ def _draw(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> Any:
             exact.annotate(text, (value, place), (8, 0), textcoords="offset points", va="center")
         exact.set_xscale("log")
         exact.set_xlim(_FLOOR, 30)
-        exact.set_xlabel(f"largest log-probability difference to {done[0]['reference']}")
+        exact.set_xlabel(f"largest log-prob. difference to {done[0]['reference']}")
         exact.grid(visible=False)
 
     return draw
