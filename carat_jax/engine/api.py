@@ -17,20 +17,20 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from carat_jax.cache.bank import CacheKinds, bank_bytes
 from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
 from carat_jax.decoding.drafters import NoDrafter
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.engine.drafting import Drafting, open_drafter
 from carat_jax.engine.engine import EngineLoop
+from carat_jax.engine.memory import Blueprint, device_limit
 from carat_jax.engine.request import Delta, Request, Result, TokenInfo
-from carat_jax.engine.shapes import compute_options, max_context, ring_rows, size_text
+from carat_jax.engine.shapes import compute_options, size_text
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.engine.trace import Tracer, matching_names
 from carat_jax.families import FAMILIES, ModelConfig
 from carat_jax.model import checkpoint
 from carat_jax.model.gemma4 import Gemma4
-from carat_jax.model.params import random_params, split
+from carat_jax.model.params import num_bytes, random_params, split
 
 # A prompt is text, or token ids that are used as they are.
 Prompt = str | Sequence[int]
@@ -82,13 +82,13 @@ def load(
 def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
     """Finds what `settings.model` names: its folder, its facts, and the settings in effect.
 
-    The checkpoint's generation_config.json is merged below `settings`; no weights are read.
+    The checkpoint's generation_config.json is merged below `settings`; no weights are fetched.
     """
     name = settings.build().model
     if name.startswith("random:"):
         # Random weights have no vocabulary of their own: `tiny`'s ids drive a model of any size.
         return checkpoint.TINY, FAMILIES[name.removeprefix("random:")], settings
-    folder = checkpoint.find_checkpoint(name)
+    folder = checkpoint.find_checkpoint(name, with_weights=False)
     model, _ = checkpoint.read_config(folder)
     where = f"{folder / 'generation_config.json'}"
     merged = settings.with_generation_config(checkpoint.generation_config(folder), where)
@@ -106,6 +106,25 @@ class Opened:
     tokenizer: Tokenizer
 
 
+def draw(
+    config: Config, model: ModelConfig, folder: Path, backend: str | None = None
+) -> tuple[nnx.GraphDef, Blueprint]:
+    """The model's graph and the engine's blueprint, all checked, from small files alone.
+
+    Args:
+      config: all settings.
+      model, folder: from `locate`.
+      backend: "gpu" or "cpu" if it is not to run on this machine.
+
+    Raises:
+      ValueError: the drafter or the caches are not possible.
+    """
+    backend = backend or jax.default_backend()
+    drafting = open_drafter(config, model, folder, compute_options(config, backend))
+    graph, specs = split(Gemma4(model, jnp.dtype(config.dtype)))
+    return graph, Blueprint(config, model, specs, drafting, backend)
+
+
 def _open(settings: Settings) -> tuple[Settings, Opened, Drafting]:
     """Finds and reads what `settings.model` names; its weights last, after all else is checked."""
     folder, model, settings = locate(settings)
@@ -116,15 +135,13 @@ def _open(settings: Settings) -> tuple[Settings, Opened, Drafting]:
             f"{folder}: tokenizer.json has {tokenizer.vocab_size} tokens, "
             f"the model's vocabulary is {model.vocab_size}"
         )
-    drafting = open_drafter(config, model, folder, compute_options(config))
-    num_rows = ring_rows(config, drafting.drafter.num_drafts)
-    kinds = CacheKinds(config.cache.local_layers, config.cache.global_layers)
-    bank_bytes(model, 1, max_context(config, model), num_rows, config.dtype, kinds)
-    graph, specs = split(Gemma4(model, jnp.dtype(config.dtype)))
+    graph, plan = draw(config, model, folder)
+    plan.check_fits(device_limit())
+    drafting, specs = plan.drafting.loaded(), plan.specs
     if config.model.startswith("random:"):
         params = random_params(specs, _RANDOM_SEED)
     else:
-        params = checkpoint.load_params(folder, specs)
+        params = checkpoint.load_params(checkpoint.find_checkpoint(config.model), specs)
     return settings, Opened(folder, model, graph, params, tokenizer), drafting
 
 
@@ -163,10 +180,9 @@ class Engine:
                 raise ValueError(f"variant: {key} needs other weights; use load")
         given = {**self.settings.given, **changed}
         chosen, opened = dataclasses.replace(self.settings, given=given), self._opened
-        config = chosen.build()
-        options = compute_options(config)
-        drafting = open_drafter(config, opened.model, opened.folder, options)
-        return Engine(chosen, opened, drafting, self._hook)
+        _, plan = draw(chosen.build(), opened.model, opened.folder)
+        plan.check_fits(device_limit(), held=num_bytes(plan.specs))
+        return Engine(chosen, opened, plan.drafting.loaded(), self._hook)
 
     def reference(self) -> "Engine":
         """What others are held against: these weights widened to float32, plain JAX, no drafts."""

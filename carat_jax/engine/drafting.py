@@ -1,4 +1,8 @@
-"""From the settings to a drafter: which one, its parameters, and its state for an empty engine."""
+"""From the settings to a drafter: which one, what it declares, and its parameters.
+
+`open_drafter` reads no weights: all that can be refused or counted is, before `Drafting.loaded`
+reads them.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 
 from carat_jax.assistant_families import ASSISTANTS
-from carat_jax.cache import bank as banks
 from carat_jax.config import Config
 from carat_jax.decoding.drafters import (
     AssistantDrafter,
@@ -21,7 +25,7 @@ from carat_jax.decoding.drafters import (
 from carat_jax.engine.draft_length import CHOICES
 from carat_jax.families import ModelConfig
 from carat_jax.model import checkpoint
-from carat_jax.model.assistant import Assistant, load_assistant
+from carat_jax.model.assistant import Assistant, declare_assistant, load_assistant
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import random_params, split
 from carat_jax.numerics.options import ComputeOptions
@@ -33,11 +37,25 @@ _SEED = 1
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """A drafter with what it needs at run time."""
+    """A drafter with what it needs at run time.
+
+    Attributes:
+      drafter: who proposes.
+      params: its weights; () where it has none, or they are not loaded yet.
+      specs: their declarations.
+      read: makes `params`.
+      model: the facts of a drafter that keeps caches of its own.
+    """
 
     drafter: Drafter
     params: Any = ()
-    new_state: Callable[[int, int, int], Any] = lambda num_slots, max_context, num_rows: ()
+    specs: Any = ()
+    read: Callable[[], Any] = tuple
+    model: ModelConfig | None = None
+
+    def loaded(self) -> "Drafting":
+        """The same with its weights on the device."""
+        return dataclasses.replace(self, params=self.read())
 
 
 def longest_draft(config: Config) -> int:
@@ -48,7 +66,7 @@ def longest_draft(config: Config) -> int:
 def open_drafter(
     config: Config, target: ModelConfig, target_folder: Path | None, options: ComputeOptions
 ) -> Drafting:
-    """Makes the drafter that `config.decode` names and loads its weights.
+    """Makes the drafter that `config.decode` names, without its weights.
 
     Args:
       config: all settings.
@@ -82,16 +100,17 @@ def open_drafter(
         return Drafting(NgramDrafter(num_drafts))
     if kind == "model":
         return _open_model(config, target, options)
-    graph, params = _open_assistant(config, target, target_folder, dtype)
-    assistant = AssistantDrafter(graph, num_drafts, options, config.decode.sample_drafts)
+    graph, specs, read = _open_assistant(config, target, target_folder, dtype)
+    drafter = AssistantDrafter(graph, num_drafts, options, config.decode.sample_drafts)
     if kind == "combined":
-        return Drafting(CombinedDrafter(NgramDrafter(num_drafts), assistant), params)
-    return Drafting(assistant, params)
+        drafter = CombinedDrafter(NgramDrafter(num_drafts), drafter)
+    return Drafting(drafter, specs=specs, read=read)
 
 
 def _open_assistant(
     config: Config, target: ModelConfig, target_folder: Path | None, dtype: Any
-) -> tuple[Any, Any]:
+) -> tuple[nnx.GraphDef, Any, Callable[[], Any]]:
+    """The assistant's graph, the specs of its parameters, and what reads them."""
     name = config.decode.draft_model
     if name is None and config.model.startswith(_RANDOM):
         name = config.model
@@ -103,19 +122,22 @@ def _open_assistant(
                 f"there are {', '.join(sorted(ASSISTANTS))}"
             )
         graph, specs = split(Assistant(ASSISTANTS[size], target, dtype))
-        return graph, random_params(specs, _SEED)
-    if name is not None:
-        return load_assistant(checkpoint.find_checkpoint(name), target, dtype)
-    inside = target_folder / "assistant"
-    if inside.is_dir():
-        return load_assistant(inside, target, dtype)
-    if Path(config.model).exists() or "/" not in config.model:
+        return graph, specs, lambda: random_params(specs, _SEED)
+    if name is None and (inside := target_folder / "assistant").is_dir():
+        name = str(inside)
+    if name is None and (Path(config.model).exists() or "/" not in config.model):
         raise ValueError(
             f"decode.drafter: {config.decode.drafter!r} needs an assistant and {target_folder} "
             "holds none; name its folder or hub name in decode.draft_model"
         )
     # Google publishes each model's assistant beside it under this name.
-    return load_assistant(checkpoint.find_checkpoint(f"{config.model}-assistant"), target, dtype)
+    name = name or f"{config.model}-assistant"
+    folder = checkpoint.find_checkpoint(name, with_weights=False)
+
+    def read() -> Any:
+        return load_assistant(checkpoint.find_checkpoint(name), target, dtype)[1]
+
+    return *declare_assistant(folder, target, dtype), read
 
 
 def _open_model(config: Config, target: ModelConfig, options: ComputeOptions) -> Drafting:
@@ -124,19 +146,16 @@ def _open_model(config: Config, target: ModelConfig, options: ComputeOptions) ->
         raise ValueError(
             "decode.drafter: 'model' needs a smaller Gemma 4; name it in decode.draft_model"
         )
-    folder = checkpoint.find_checkpoint(name)
-    facts, _ = checkpoint.read_config(folder)
+    facts, _ = checkpoint.read_config(checkpoint.find_checkpoint(name, with_weights=False))
     if facts.vocab_size != target.vocab_size:
         raise ValueError(
             f"decode.draft_model: {name} has a vocabulary of {facts.vocab_size}, "
             f"the target's is {target.vocab_size}"
         )
-    dtype = jnp.dtype(config.dtype)
-    graph, specs = split(Gemma4(facts, dtype))
+    graph, specs = split(Gemma4(facts, jnp.dtype(config.dtype)))
 
-    def new_state(num_slots: int, max_context: int, num_rows: int) -> banks.CacheBank:
-        kinds = banks.CacheKinds(block=options.ring_block)
-        return banks.empty_bank(facts, num_slots, max_context, num_rows, dtype, kinds)
+    def read() -> Any:
+        return checkpoint.load_params(checkpoint.find_checkpoint(name), specs)
 
     drafter = ModelDrafter(graph, longest_draft(config), options, config.decode.sample_drafts)
-    return Drafting(drafter, checkpoint.load_params(folder, specs), new_state)
+    return Drafting(drafter, specs=specs, read=read, model=facts)

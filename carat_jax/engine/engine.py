@@ -29,7 +29,7 @@ from carat_jax.cache import bank as banks
 from carat_jax.config import Config, SamplingParams, sampling_from
 from carat_jax.decoding.drafters import NoDrafter, shortened
 from carat_jax.decoding.sampling import LogitsHook
-from carat_jax.decoding.state import DecodeState, empty_state
+from carat_jax.decoding.state import DecodeState
 from carat_jax.decoding.steps import Drawn, StepOptions, Steps, build_steps
 from carat_jax.engine.chunks import padded_row, plan_chunks
 from carat_jax.engine.compile_counter import num_compilations
@@ -44,10 +44,11 @@ from carat_jax.engine.delivery import (
 from carat_jax.engine.draft_length import CHOICES, DraftLength
 from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.limits import Limits
+from carat_jax.engine.memory import new_state
 from carat_jax.engine.prefixes import NOTHING, Held, Reuse
 from carat_jax.engine.request import Request, Sample, TokenInfo
 from carat_jax.engine.scheduler import Admission, Chunk, Scheduler
-from carat_jax.engine.shapes import compute_options, key_rungs, max_context, ring_rows
+from carat_jax.engine.shapes import compute_options, key_rungs, max_context, verify_rows
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import ModelConfig
 from carat_jax.numerics.padding import padded_keys
@@ -108,7 +109,7 @@ class EngineLoop:
             uniform_rows=config.decode.uniform_rows,
             simulate_acceptance=config.decode.simulate_acceptance,
         )
-        self.num_rows = max(self.drafter.num_drafts + 1, config.decode.uniform_rows)
+        self.num_rows = verify_rows(config, self.drafter.num_drafts)
         steps = functools.partial(
             build_steps, graph, options=self.options, base_bias=jnp.asarray(base_bias), hook=hook
         )
@@ -398,16 +399,7 @@ class EngineLoop:
         }
 
     def _new_state(self) -> DecodeState:
-        config, dtype = self.config, jnp.dtype(self.config.dtype)
-        kinds = banks.CacheKinds(
-            config.cache.local_layers,
-            config.cache.global_layers,
-            block=self.options.compute.ring_block,
-        )
-        sizes = self.num_slots, self.max_context, ring_rows(config, self.drafter.num_drafts)
-        bank = banks.empty_bank(self.model, *sizes, dtype, kinds)
-        draft = self._drafting.new_state(*sizes)
-        return empty_state(bank, self.model, self.max_context, dtype, draft)
+        return new_state(self.config, self.model, self._drafting, self.options.compute)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

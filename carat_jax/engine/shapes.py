@@ -11,8 +11,8 @@ from carat_jax.numerics.options import ComputeOptions
 from carat_jax.numerics.padding import EXACT, default_rungs
 
 
-def compute_options(config: Config) -> ComputeOptions:
-    """Which implementations run on this machine under these settings.
+def compute_options(config: Config, backend: str | None = None) -> ComputeOptions:
+    """Which implementations run under these settings on `backend`, by default this machine's.
 
     Without a named implementation the rule is: the Pallas kernels on a GPU in bfloat16, plain JAX
     elsewhere.
@@ -20,18 +20,18 @@ def compute_options(config: Config) -> ComputeOptions:
     Raises:
       ValueError: the implementation named cannot run here; it is never replaced by another.
     """
+    own, backend = (config.attention.impl, config.moe.impl), backend or jax.default_backend()
     return ComputeOptions(
-        impl=_implementation("attention.impl", config.attention.impl, config.dtype, "xla"),
-        experts=_implementation("moe.impl", config.moe.impl, config.dtype, "dense"),
+        impl=_implementation("attention.impl", own[0], config.dtype, "xla", backend),
+        experts=_implementation("moe.impl", own[1], config.dtype, "dense", backend),
         is_fused=config.attention.verify == "fused",
         group_heads=config.attention.group_heads,
         fuse_rows=config.attention.fuse_rows,
     )
 
 
-def _implementation(key: str, impl: str | None, dtype: str, plain: str) -> str:
-    """What `key` stands for here: its own value, or by the rule the kernel or `plain` JAX."""
-    backend = jax.default_backend()
+def _implementation(key: str, impl: str | None, dtype: str, plain: str, backend: str) -> str:
+    """What `key` stands for there: its own value, or by the rule the kernel or `plain` JAX."""
     if impl is None:
         return "triton" if backend == "gpu" and dtype == "bfloat16" else plain
     if impl == "triton" and backend != "gpu":
@@ -61,6 +61,11 @@ def key_rungs(config: Config, max_context: int) -> tuple[int, ...]:
     return () if pad == EXACT else default_rungs(pad, max_context)
 
 
+def verify_rows(config: Config, num_drafts: int) -> int:
+    """Rows a slot of a verify pass, for a drafter of `num_drafts`."""
+    return max(num_drafts + 1, config.decode.uniform_rows)
+
+
 def ring_rows(config: Config, num_drafts: int) -> int:
     """Rows a ring holds beyond its window, for a drafter of `num_drafts`: see `cache.ring`.
 
@@ -68,7 +73,7 @@ def ring_rows(config: Config, num_drafts: int) -> int:
     a stop and what the next one, dispatched before the host saw the stop, wrote after it lies
     ahead of the ids that count.
     """
-    num_rows = max(num_drafts + 1, config.decode.uniform_rows)
+    num_rows = verify_rows(config, num_drafts)
     return max(num_rows, 2 * (num_drafts + 1)) if config.engine.reuse_prefix else num_rows
 
 

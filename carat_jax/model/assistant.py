@@ -298,6 +298,21 @@ def read_assistant_config(folder: Path) -> AssistantConfig:
         raise ValueError(f"{path}: a value has the wrong type: {error}") from error
 
 
+def declare_assistant(
+    folder: Path, target: ModelConfig, dtype: jnp.dtype
+) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """The assistant in `folder`, checked against its target: graph and specs; no weights are read.
+
+    Raises:
+      ValueError: it does not fit the target, or cannot be run.
+    """
+    config = read_assistant_config(folder)
+    try:
+        return split(Assistant(config, target, dtype))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
 def load_assistant(
     folder: Path, target: ModelConfig, dtype: jnp.dtype, *, placement: Placement | None = None
 ) -> tuple[nnx.GraphDef, dict[str, Any]]:
@@ -306,11 +321,8 @@ def load_assistant(
     Raises:
       ValueError: it does not fit the target, or its files are not exactly an assistant's.
     """
+    graph, specs = declare_assistant(folder, target, dtype)
     config = read_assistant_config(folder)
-    try:
-        graph, specs = split(Assistant(config, target, dtype))
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
     params = load_hf(folder, specs, placement=placement)
     if config.use_ordered_embeddings:
         ordering = np.asarray(params["masked_embedding"]["token_ordering"])

@@ -17,15 +17,19 @@ from huggingface_hub import errors as hub_errors
 from carat_jax import families
 from carat_jax.model import store_orbax
 from carat_jax.model.json_file import read_json
-from carat_jax.model.load_hf import Placement, load_hf
+from carat_jax.model.load_hf import INDEX, SINGLE, Placement, check, load_hf
 
 TINY = Path(__file__).parents[1] / "tiny"
-_FILES = ("*.json", "*.jinja", "*.safetensors")
+_SMALL, _WEIGHTS = ("*.json", "*.jinja"), ("*.safetensors",)
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
-def find_checkpoint(model: str | Path) -> Path:
+def find_checkpoint(model: str | Path, *, with_weights: bool = True) -> Path:
     """The folder of a checkpoint: `tiny`, a folder, or a hub name (`owner/name`), fetched once.
+
+    Args:
+      model: the name.
+      with_weights: False fetches the small files alone, which say what the model is.
 
     Raises:
       ValueError: there is no such folder, or the hub cannot give it.
@@ -41,7 +45,8 @@ def find_checkpoint(model: str | Path) -> Path:
     if not _HUB_NAME.fullmatch(name):
         raise ValueError(f"model: {name}: no such folder, and not a hub name (owner/name)")
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES)))
+        wanted = [*_SMALL, *(_WEIGHTS if with_weights else ())]
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     except hub_errors.GatedRepoError as error:
         why = "its licence must be accepted on its page first, then `hf auth login`"
         raise ValueError(f"model: {name}: no access to this repository: {why}") from error
@@ -96,6 +101,16 @@ def generation_config(folder: Path) -> dict[str, Any]:
     """generation_config.json, or {} without one."""
     path = Path(folder) / "generation_config.json"
     return read_json(path) if path.is_file() else {}
+
+
+def check_headers(folder: Path, specs: Mapping[str, Any]) -> None:
+    """Compares `specs` with the headers of the safetensors files in `folder`, if it holds any.
+
+    Raises:
+      ValueError: the files are not exactly this model.
+    """
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        check(folder, specs, is_tied=read_config(folder)[0].tie_word_embeddings)
 
 
 def load_params(

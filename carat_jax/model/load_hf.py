@@ -64,7 +64,7 @@ def load_hf(
       ValueError: the files are not exactly this model; all problems are listed.
     """
     started = time.monotonic()
-    stored = _check(folder, specs, is_tied=is_tied, allow_rounding=allow_rounding)
+    stored = check(folder, specs, is_tied=is_tied, allow_rounding=allow_rounding)
     leaves, tree = jax.tree.flatten(specs)
     total = sum(stored[source.name].num_bytes for spec in leaves for source in spec.tensors)
     placed: list[jax.Array] = []
@@ -159,10 +159,13 @@ def stored_dtype(folder: Path) -> str:
     return "float32" if dtype == "F32" else "bfloat16"
 
 
-def _check(
-    folder: Path, specs: Mapping[str, Any], *, is_tied: bool, allow_rounding: bool
+def check(
+    folder: Path, specs: Mapping[str, Any], *, is_tied: bool = True, allow_rounding: bool = False
 ) -> dict[str, StoredTensor]:
-    """The stored tensor of every source of `specs`, by the source's name, or one refusal."""
+    """The stored tensor of every source of `specs`, by the source's name, or one refusal.
+
+    Reads headers alone, but for the bytes of an untied head; arguments as `load_hf`.
+    """
     tensors, problems, promised = read_headers(folder)
     try:
         prefix = text_prefix(tensors)

@@ -120,8 +120,8 @@ def random_params(specs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     return jax.tree.unflatten(tree, [make(i, spec) for i, spec in enumerate(leaves)])
 
 
-def num_bytes(specs: Mapping[str, Any]) -> int:
-    """Bytes of all parameters."""
+def num_bytes(specs: Any) -> int:
+    """Bytes of all parameters of a nested dict of specs; () has none."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     return sum(spec.num_bytes for spec in leaves)
 

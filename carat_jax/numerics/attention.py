@@ -36,7 +36,7 @@ from pallas_kernels.ring_attention import ring_attention
 from pallas_kernels.tiles import MAX_ROWS
 
 # Scores held at once, in elements: above this the queries are taken in blocks (1 GiB of float32).
-_MAX_SCORES = 2**28
+MAX_SCORES = 2**28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _attend_plain(
         ]
         return jnp.concatenate(heads, axis=3)
 
-    out = _by_blocks(block, grouped, query_pos, _MAX_SCORES // (num_keys * q.shape[2]))
+    out = _by_blocks(block, grouped, query_pos, MAX_SCORES // (num_keys * q.shape[2]))
     return out.reshape(q.shape)
 
 

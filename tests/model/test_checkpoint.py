@@ -108,6 +108,9 @@ def test_what_the_hub_refuses_is_one_line(monkeypatch, kind, words):
         "name": "google/gemma-4-31B-it",
         "allow_patterns": ["*.json", "*.jinja", "*.safetensors"],
     }
+    with pytest.raises(ValueError, match=words):
+        find_checkpoint("google/gemma-4-31B-it", with_weights=False)
+    assert asked["allow_patterns"] == ["*.json", "*.jinja"]
 
 
 # ---- what it says ----------------------------------------------------------------------------
