@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from carat_jax.cache.bank import (
+    bank_bytes,
     copy,
     empty_bank,
     insert,
@@ -16,7 +17,7 @@ from carat_jax.cache.bank import (
 )
 from carat_jax.cache.linear import LinearCache
 from carat_jax.cache.ring import RingCache, ring_capacity, ring_positions
-from carat_jax.families import from_hf
+from carat_jax.families import FAMILIES, from_hf
 from carat_jax.numerics.attention import visible
 from tests.toys import CONFIGS
 
@@ -209,6 +210,29 @@ def test_an_empty_bank_can_be_donated_leaf_by_leaf():
     bank = empty_bank(from_hf(CONFIGS["T4"]), 2, 16, MAX_ROWS, jnp.bfloat16)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(bank)]
     assert len(set(pointers)) == len(pointers)
+
+
+def test_bytes_are_those_of_the_arrays(bank):
+    config = from_hf(CONFIGS["T4e"])
+    told = bank_bytes(config, 3, 40, MAX_ROWS, jnp.float32)
+    assert told == sum(x.nbytes for x in jax.tree.leaves(bank.layers))
+
+
+@pytest.mark.parametrize(
+    ("size", "bytes_per_token", "window_bytes"),
+    [
+        ("e2b", 6_144, 6 << 20),
+        ("e4b", 16_384, 20 << 20),
+        ("12b", 16_384, 320 << 20),
+        ("31b", 81_920, 800 << 20),
+    ],
+)
+def test_bytes_of_the_released_sizes(size, bytes_per_token, window_bytes):
+    def size_at(context, rows):
+        return bank_bytes(FAMILIES[size], 1, context, rows, jnp.bfloat16)
+
+    assert size_at(101, 0) - size_at(100, 0) == bytes_per_token
+    assert size_at(100, 0) - 100 * bytes_per_token == window_bytes
 
 
 def test_copy_clones_one_slot_and_leaves_the_others(bank):

@@ -6,6 +6,7 @@ positions slot b holds; rolling back, freeing and reusing a slot change it and n
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -113,6 +114,23 @@ def empty_bank(
     # A full cache can be cut anywhere.
     slack = max_context if kinds.local_layers == "full" else capacity - config.sliding_window
     return CacheBank(layers, jnp.zeros(num_slots, jnp.int32), max_rollback=slack)
+
+
+def bank_bytes(
+    config: ModelConfig,
+    num_slots: int,
+    max_context: int,
+    max_rows: int,
+    dtype: DTypeLike,
+    kinds: CacheKinds = PLAIN,
+) -> int:
+    """Bytes of the caches `empty_bank` would make, without making them."""
+
+    def leaves() -> list[Array]:
+        bank = empty_bank(config, num_slots, max_context, max_rows, jnp.dtype(dtype), kinds)
+        return jax.tree.leaves(bank.layers)
+
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.eval_shape(leaves))
 
 
 def set_length(bank: CacheBank, slot: Int[Array, ""], length: Int[Array, ""]) -> CacheBank:
