@@ -246,7 +246,7 @@ _KERNELS = (
     "python -m carat_jax.bench.kernels --cases={} --out carat_jax/bench/results/{}-h200.jsonl"
 )
 _SERVING = (
-    "python -m carat_jax.bench.serving --config configs/bench/serving-31b.yaml --output DIR, "
+    "python -m carat_jax.bench.serving --config configs/random-31b.yaml --output DIR, "
     "its serving.jsonl to carat_jax/bench/results/serving-h200.jsonl"
 )
 FIGURES = (

@@ -114,10 +114,12 @@ def read_program(hlo_text: str) -> Program:
 
 def _weight_scope(name: str) -> str:
     """The scopes of the product that reads the parameter of this name; "" if it is none."""
-    owner = "draft/assistant" if "draft" in name else "layer"
+    is_draft = "draft" in name
     if found := _WEIGHT.search(name):
-        return f"{owner}_{found[1]}/{found[2]}"
-    return "head" if "embed_tokens" in name and "per_layer" not in name else ""
+        return f"{'draft/assistant' if is_draft else 'layer'}_{found[1]}/{found[2]}"
+    if "embed_tokens" not in name or "per_layer" in name:
+        return ""
+    return "draft/head" if is_draft else "head"
 
 
 def _nearest(name: str, scopes: Mapping[str, str], edges: Mapping[str, list[str]]) -> str:

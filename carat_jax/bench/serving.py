@@ -5,8 +5,8 @@ local layers and one kernel program a query head, (b) with rings, (c) with group
 speculation, whose acceptance is simulated, because random weights accept nothing. Compiling comes
 first, is timed apart, and must not happen again.
 
-    python -m carat_jax.bench.serving --config configs/bench/serving-31b.yaml --concurrency 4
-    python -m carat_jax.bench.serving --config configs/bench/serving-31b.yaml --mode open --rows d
+    python -m carat_jax.bench.serving --config configs/random-31b.yaml --concurrency 4
+    python -m carat_jax.bench.serving --config configs/random-31b.yaml --mode open --rows d
 
 Writes `serving.jsonl` (appended to), and the table and the picture of all its rows, to --output.
 """

@@ -31,6 +31,10 @@ ENTRY %main (w: bf16[4,4], x: bf16[4]) -> bf16[4] {
   %w = bf16[4,4]{1,0} parameter(0), metadata={op_name="params['target']['layers'][1]['mlp']['down_proj']"}
   %d = bf16[4,4]{1,0} parameter(1), metadata={op_name="params['draft']['layers'][0]['self_attn']['o_proj']"}
   %x = bf16[4]{0} parameter(2), metadata={op_name="x"}
+  %e = bf16[8,4]{1,0} parameter(3), metadata={op_name="params['draft']['embed_tokens']"}
+  %v = bf16[8,4]{1,0} parameter(4), metadata={op_name="params['target']['embed_tokens']"}
+  %dot.4 = bf16[8]{0} dot(%x, %e), lhs_contracting_dims={0}
+  %dot.5 = bf16[8]{0} dot(%x, %v), lhs_contracting_dims={0}
   %wide = f32[4,4]{1,0} convert(%w)
   %dot.1 = bf16[4]{0} dot(%x, %wide), lhs_contracting_dims={0}
   %dot.2 = bf16[4]{0} custom-call(%x, %d), custom_call_target="__cublas$gemm"
@@ -53,6 +57,8 @@ def test_every_instruction_has_the_scope_of_its_source_or_of_what_is_next_to_it(
         "wide": "layer_1/down",
         "dot.1": "layer_1/down",
         "dot.2": "draft/assistant_0/o",
+        "dot.4": "draft/head",
+        "dot.5": "head",
         "fusion.1": "jit(step)/layer_1/norm/mul",
         "copy.1": "jit(step)/layer_0/o/dot_general",
         "gemm.1": "jit(step)/layer_0/o/dot_general",
