@@ -148,6 +148,8 @@ def steady(served: list[Served], steps: list[EngineStep], queued_ms: float) -> d
     start = max(s.token_times[0] for s in served)
     end = min(s.token_times[-1] for s in served)
     inside = [step for step in steps if start < step.end <= end]
+    if not inside:
+        raise ValueError("--tokens: a stream ends before the last one begins; raise it")
     counts = [sum(start < t <= end for t in s.token_times) for s in served]
     gaps = [
         gap

@@ -137,6 +137,9 @@ def test_the_steady_part_is_where_all_streams_run():
     assert told["step_over_queued"] == pytest.approx(1.25)
     assert told["python_ms"] == pytest.approx(400)
     assert told["python_of_step"] == pytest.approx(0.4)
+    apart = [served([1.0, 2.0]), served([3.0, 4.0])]
+    with pytest.raises(ValueError, match="--tokens: a stream ends before the last one begins"):
+        latency.steady(apart, steps, queued_ms=800.0)
 
 
 def test_the_program_runs_on_tiny(tmp_path):
