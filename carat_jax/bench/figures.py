@@ -17,6 +17,7 @@ from absl import flags
 
 from carat_jax.bench import command, serving_report
 from carat_jax.bench.drawing import Theme, check_can_draw, save
+from carat_jax.cache.ring import RingCache, ring_capacity
 from carat_jax.numerics.attention import visible
 
 RESULTS = Path(__file__).with_name("results")
@@ -212,6 +213,74 @@ def _grouped_core(rows: list[Row]) -> list[Row]:
     return list({(row["variant"], row["keys"]): row for row in found}.values())
 
 
+# Rings: what the slots hold, and what the alternatives cost.
+
+_WINDOW, _ROWS, _SHOWN = 8, 4, 26
+
+
+def _slots_after_each_position() -> np.ndarray:
+    """What each slot of a small ring holds after each of `_SHOWN` positions; -1 for nothing."""
+    capacity = ring_capacity(_WINDOW, _ROWS)
+    empty = jnp.full((1, 1, capacity, 1), -1.0)
+    ring, history = RingCache(empty, empty), []
+    for position in range(_SHOWN):
+        row = jnp.full((1, 1, 1, 1), float(position))
+        at = jnp.array([position]), jnp.array([1])
+        ring, _ = ring.extend(row, row, *at, slots=None, window=_WINDOW)
+        history.append(np.asarray(ring.k[0, 0, :, 0], int))
+    return np.array(history)
+
+
+def _draw_rings(rows: list[Row]) -> Draw:
+    history = _slots_after_each_position()
+    seen = (history >= 0) & (np.arange(_SHOWN)[:, None] - history < _WINDOW)
+
+    def draw(figure: Any, theme: Theme) -> None:
+        from matplotlib.colors import ListedColormap
+
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1))
+        left.pcolormesh(
+            seen.T, cmap=ListedColormap([theme.paper, theme.ours]), vmin=0, vmax=1,
+            edgecolors=theme.faint, linewidth=0.4,
+        )  # fmt: skip
+        for (step, slot), held in np.ndenumerate(history):
+            if held >= 0:
+                colour = theme.paper if seen[step, slot] else theme.ink
+                where = step + 0.5, slot + 0.55
+                left.text(*where, held, ha="center", va="center", fontsize=5.5, color=colour)
+        left.grid(visible=False)
+        left.set_xlabel("tokens, one after another")
+        left.set_ylabel("slot")
+        left.set_title(f"A ring of {history.shape[1]} slots, window {_WINDOW}")
+        colours = {"ring": theme.ours, "paged": theme.third, "full": theme.base}
+        for variant, colour in colours.items():
+            line = sorted((row for row in rows if row["variant"] == variant), key=_context)
+            line = [row for row in line if row["fits"]]
+            xs, ys = [row["context"] for row in line], [row["net_us"] for row in line]
+            right.plot(xs, ys, color=colour, marker="o", markersize=5, label=variant)
+        contexts = sorted({row["context"] for row in rows})
+        right.set_xscale("log")
+        right.set_yscale("log")
+        right.set_xticks(contexts, [f"{n:,}" for n in contexts])
+        right.set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
+        right.minorticks_off()
+        right.set_xlabel("context")
+        right.set_ylabel("us a layer")
+        right.set_title("Attention of a local layer")
+        right.legend()
+
+    return draw
+
+
+def _context(row: Row) -> int:
+    return row["context"]
+
+
+def _layouts(rows: list[Row]) -> list[Row]:
+    found = _of("layouts", batch=1)(rows)
+    return list({(row["variant"], row["context"]): row for row in found}.values())
+
+
 # 6. Shares of the limit.
 
 
@@ -250,6 +319,7 @@ _SERVING = (
     "its serving.jsonl to carat_jax/bench/results/serving-h200.jsonl"
 )
 FIGURES = (
+    Figure("rings", (8.0, 3.2), _layouts, _draw_rings, _KERNELS.format("layouts", "kernels")),
     Figure("1-ladder", (8.0, 2.8), lambda rows: _served(rows, True), _draw_ladder, _SERVING),
     Figure(
         "2-padding", (8.0, 3.2), _of("padding"), _draw_padding, _KERNELS.format(*["padding"] * 2)

@@ -63,6 +63,22 @@ def test_the_last_columns_are_masked_one_position_after_another_and_padded_past_
         assert cells[t].tolist() == [0] * (50 + t) + [1] * (3 - t) + [2] * 11
 
 
+def test_the_rings_figure_shows_every_layout_that_fits():
+    slots, times = axes_of("rings", ROWS)
+    lines = lines_of(times)
+    layouts = [row for row in ROWS if row.get("case") == "layouts" and row["batch"] == 1]
+    for variant, (xs, ys) in lines.items():
+        fits = [row for row in layouts if row["variant"] == variant and row["fits"]]
+        assert dict(zip(xs, ys, strict=True)) == {r["context"]: r["net_us"] for r in fits}
+    assert lines["ring"][0] == [2048, 32768, 131072]
+    assert lines["full"][0] == [2048, 32768]
+    # Slot = position mod 12, and the text in a cell is the position.
+    for text in slots.texts:
+        (x, y), held = text.get_position(), int(text.get_text())
+        assert held % 12 == int(y)
+        assert int(x) - 12 < held <= int(x)
+
+
 def serving(row: str, concurrency: int, tpot: float, **more) -> dict:
     return {
         "bench": "serving", "mode": "closed", "row": row, "concurrency": concurrency,
@@ -85,12 +101,13 @@ def test_a_figure_without_records_is_left_out_and_says_what_makes_them(tmp_path)
     drawn = {path.stem for path in tmp_path.glob("*.png")}
     assert drawn == {f"{n}-{t}" for n in ("2-padding", "3-columns") for t in ("light", "dark")}
     assert [line.split(":")[0] for line in missing] == [
+        "rings",
         "1-ladder",
         "4-core",
         "5-serving",
         "6-limit",
     ]
-    assert "python -m carat_jax.bench.kernels --cases=grouped,torch" in missing[1]
+    assert "python -m carat_jax.bench.kernels --cases=grouped,torch" in missing[2]
     sources = (tmp_path / "sources.md").read_text()
     assert f"`2-padding`: {len(rows)} records; NVIDIA H200, jax " in sources
     assert rows[0]["commit"][:12] in sources

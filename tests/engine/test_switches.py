@@ -23,6 +23,7 @@ SWITCHES = {
     "three_stage_128": {"attention.verify": "three_stage", "attention.pad_keys": 128},
     "three_stage_v_rot": {"attention.verify": "three_stage", "cache.global_layers": "v_rot"},
     "per_head": {"attention.group_heads": False},
+    "single_operations": {"attention.fuse_rows": False},
     "ngram": {"decode.drafter": "ngram", "decode.draft_len": 4},
     "uniform_rows": {"decode.uniform_rows": 4},
 }
