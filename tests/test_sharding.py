@@ -16,7 +16,7 @@ from carat_jax.model.params import ParamSpec, split
 from carat_jax.numerics.sharding import place, sharding
 from tests.engine.toy_engine import toy
 from tests.toy_model import toy as named_toy
-from tests.toys import make_ids
+from tests.toys import CONFIGS, make_ids
 
 GREEDY = SamplerKind(draws=False, logprobs=True)
 
@@ -57,7 +57,11 @@ def run(model, params, state):
     return state, jax.tree.map(np.asarray, told)
 
 
-@pytest.mark.parametrize("make", [toy, lambda: named_toy("T4e")], ids=["k_eq_v", "borrowing"])
+@pytest.mark.parametrize(
+    "make",
+    [toy, lambda: named_toy("T4e"), lambda: named_toy("26b")],
+    ids=["k_eq_v", "borrowing", "mixture"],
+)
 def test_two_devices_compute_what_one_does(mesh, make):
     model = make()
     one, want = run(model, model.params, model.state())
@@ -88,6 +92,15 @@ def test_the_table_splits_what_divides_and_copies_the_rest(mesh):
         assert [share(leaf) for leaf in jax.tree.leaves(layer["mlp"])] == [0.5, 0.5]
     assert share(params["embed_tokens"]) == 1
     assert [share(state.bank.layers[i].k) for i in (0, 2)] == [0.5, 1]
+
+
+def test_experts_are_dealt_out_and_their_router_is_copied(mesh):
+    layer = placed_params(named_toy("26b"), mesh)["target"]["layers"][0]
+    experts = CONFIGS["26b"]["num_experts"]
+    for leaf in jax.tree.leaves(layer["experts"]):
+        assert [len(shard.data) for shard in leaf.addressable_shards] == [experts // 2] * 2
+    for leaf in jax.tree.leaves(layer["router"]):
+        assert leaf.addressable_shards[0].data.shape == leaf.shape
 
 
 def test_caches_stay_where_they_were_put(mesh):

@@ -47,9 +47,12 @@ def test_every_chunk_size_gives_the_reference_logits_at_every_position(chunk, se
         assert_logits(logits, want)
 
 
-@pytest.mark.parametrize("chunk", [1, MAX_ROWS, W + 1, 60])
-def test_borrowing_and_per_layer_models_agree_too(chunk, sequences):
-    model = toy("T4e")
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [*(("T4e", chunk) for chunk in (1, MAX_ROWS, W + 1, 60)), ("26b", 1), ("26b", W + 1)],
+)
+def test_borrowing_per_layer_and_mixture_models_agree_too(name, chunk, sequences):
+    model = toy(name)
     _, got = model.feed(model.bank(), sequences, chunk)
     for logits, want in zip(got, reference_logits(model, sequences), strict=True):
         assert_logits(logits, want)

@@ -44,12 +44,13 @@ def tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def toy() -> Toy:
-    """Three layers, the last one global, a window of eight, a context of 96."""
-    raw = CONFIGS["T4"] | {
+def toy(name: str = "T4", num_layers: int = 3) -> Toy:
+    """A few layers, the last one global, a window of eight, a context of 96."""
+    raw = CONFIGS[name] | {
         "vocab_size": tokenizer().vocab_size,
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_hidden_layers": num_layers,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention"] * (num_layers - 1) + ["full_attention"],
     }
     weights = make_weights(raw, seed=1)
     flips = np.random.default_rng(1).choice([-1, 1], raw["hidden_size"]).astype(np.float32)

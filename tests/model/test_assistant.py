@@ -36,7 +36,7 @@ def split_bonus(texts):
 
 @pytest.mark.parametrize(
     ("target_name", "ordering"),
-    [("T4", ""), ("T4e", ""), ("T4", "random"), ("T4", "identity")],
+    [("T4", ""), ("T4e", ""), ("26b", ""), ("T4", "random"), ("T4", "identity")],
 )
 def test_every_step_of_a_burst_equals_the_numpy_drafter(target_name, ordering):
     drafter = pair(target_name, ordering)
