@@ -9,8 +9,6 @@ checkpoint and is never a setting. Imports `families` and `setting_types` alone.
 
 import dataclasses
 import functools
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +27,7 @@ from carat_jax.setting_types import (
     setting,
     to_bool,
     unknown_key,
+    yaml_text,
 )
 
 RANDOM_MODELS = tuple(FAMILIES)
@@ -168,6 +167,9 @@ class DecodeConfig(Section):
         from those of plain decoding.
       uniform_rows: Rows per slot that decode and verify share in one executable, so that greedy
         output is bit for bit the same with and without drafts; 0 is off.
+      rounds_per_call: Rounds that one call of an executable runs before the host looks at their
+        tokens, which then arrive that many at a time: for models whose step on the device is
+        shorter than the host's part of it.
       simulate_acceptance: Tokens a round commits on average, at most one more than were drafted and
         whatever they are: to measure speed without trained weights. The text means nothing. null
         is off.
@@ -179,7 +181,16 @@ class DecodeConfig(Section):
     draft_model: str | None = setting(None)
     sample_drafts: bool = setting(False)
     uniform_rows: int = _between(0, 16, 0)
+    rounds_per_call: int = _between(1, 64, 1)
     simulate_acceptance: float | None = _between(1, 16, None)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rounds_per_call > 1 and self.uniform_rows:
+            raise ValueError(
+                f"decode.rounds_per_call: {self.rounds_per_call} rounds in one executable cannot "
+                f"share their verify pass; use 1 with decode.uniform_rows={self.uniform_rows}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,15 +362,6 @@ _GENERATION_KEYS = {
 }
 
 
-def _yaml_text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_yaml_text, value))}]"
-    if isinstance(value, str):
-        style = {"default_style": '"', "allow_unicode": True, "width": math.inf}
-        return yaml.safe_dump(value, **style).strip()
-    return json.dumps(value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The value and the origin of every key, before they become a `Config`.
@@ -408,7 +410,7 @@ class Settings:
 
     def describe(self) -> str:
         """One line per key with its origin; the text is itself a valid YAML configuration."""
-        lines = [(f"{key}: {_yaml_text(value)}", origin) for key, value, origin in self.items()]
+        lines = [(f"{key}: {yaml_text(value)}", origin) for key, value, origin in self.items()]
         width = max(len(line) for line, _ in lines)
         return "\n".join(f"{line:<{width}}  # {origin}" for line, origin in lines)
 

@@ -1,21 +1,21 @@
 """The command: `python -m carat_jax.generate --config configs/tiny.yaml --prompt "..."`.
 
 Generated text alone goes to stdout (or to --output), everything else to stderr. Exit codes: 0 done,
-2 for input that cannot be used (one line that starts with `error:`), 1 for logits that are NaN and
-for an output that cannot be written, 130 after Ctrl-C, which leaves what was produced until then.
-All input is checked before the first token is generated.
+2 for input that cannot be used (one line that starts with `error:`), 1 for logits that are NaN (the
+other prompts are finished first) and for an output that cannot be written, 130 after Ctrl-C, which
+leaves what was produced until then. All input is checked before the first token is generated.
 
 Prompt files: `.jsonl` has one object a line, {"prompt": "..."} or {"messages": [...]}, optionally
 with any sampling parameter ("temperature": 0.2), "tools", and an "id" that is passed through.
 In any other file each line that is not blank is a prompt.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +24,8 @@ from tqdm import tqdm
 
 import carat_jax
 from carat_jax.config import SamplingParams, read_settings, sampling_from
+from carat_jax.engine.feeding import feed, raise_errors
+from carat_jax.engine.request import Request
 from carat_jax.prompt_files import (
     Job,
     JsonSink,
@@ -75,6 +77,7 @@ class Run:
         self._engine, self._new_sink = engine, new_sink
         self._sink: TextSink | JsonSink | None = None
         self._thinking, self._stream = thinking, stream
+        self._shown = 0  # index of the prompt whose text is on the screen
         self.num_done = self.num_ids = 0
 
     def prepare(self, job: Job) -> tuple[list[int], SamplingParams]:
@@ -96,46 +99,38 @@ class Run:
     def serve(self, jobs: Sequence[Job]) -> list[Any]:
         """Runs all jobs, in the order given where they compete; their results.
 
-        After Ctrl-C the unfinished are cancelled, and what they have so far goes to the sink too.
+        Logits that are NaN end their sample, and when all else is done raise `LogitsError`. After
+        Ctrl-C the unfinished are cancelled, and what they have so far goes to the sink too.
         """
-        loop = self._engine.loop
-        waiting = deque((job, *self.prepare(job)) for job in jobs)
+        work = [(*self.prepare(job), job.is_chat) for job in jobs]
         # Only now: no refusal leaves an empty file behind.
         if self._sink is None and self._new_sink is not None:
             self._sink = self._new_sink()
-        running: dict[int, Any] = {}
+        running: dict[int, Request] = {}
         results: dict[int, Any] = {}
         bar = tqdm(total=len(jobs), unit="prompt", disable=self._stream or None, leave=False)
+        most = 1 if self._stream else None
         try:
-            with bar:
-                while waiting or running:
-                    while waiting and self._may_start(waiting[0][2].n, bool(running)):
-                        job, ids, params = waiting.popleft()
-                        if self._stream and results:
-                            print()  # a blank line between texts, as in a file of them
-                        running[len(results) + len(running)] = loop.submit(ids, params, job.is_chat)
-                    loop.step()
-                    if self._stream:
-                        _show(*running.values())
-                    for index in [i for i, request in running.items() if request.is_finished]:
-                        results[index] = self._finish(jobs[index], running.pop(index))
-                        bar.update()
+            with bar, contextlib.closing(feed(self._engine.loop, work, running, most)) as steps:
+                for _ in steps:
+                    for index, request in running.items():
+                        if self._stream:
+                            self._show(index, request)
+                        if request.is_finished:
+                            results[index] = self._finish(jobs[index], request)
+                            bar.update()
         finally:
             for index, request in running.items():
-                loop.cancel(request)
-                if request.result().num_generated:
+                if index not in results and request.result().num_generated:
                     self._finish(jobs[index], request)
-        return [results[i] for i in range(len(jobs))]
+        done = [results[i] for i in range(len(jobs))]
+        raise_errors(done)
+        return done
 
     def close(self) -> None:
         """Writes what the sink still holds back."""
         if self._sink is not None:
             self._sink.close()
-
-    def _may_start(self, num_samples: int, is_running: bool) -> bool:
-        if self._stream:
-            return not is_running
-        return self._engine.loop.is_idle or num_samples <= self._engine.loop.room
 
     def _finish(self, job: Job, request: Any) -> Any:
         result = request.result()
@@ -145,16 +140,18 @@ class Run:
             self._sink.write(job, result)
         return result
 
-
-def _show(request: Any) -> None:
-    """Writes what became final of the prompt that is streamed: text out, thought to stderr."""
-    deltas = request.samples[0].deltas
-    while deltas:
-        delta = deltas.popleft()
-        print(delta.thought, end="", file=sys.stderr, flush=True)
-        print(delta.text, end="", flush=True)
-    if request.is_finished and not request.result().text.endswith("\n"):
-        print(flush=True)
+    def _show(self, index: int, request: Request) -> None:
+        """Writes what became final of a prompt that is streamed: text out, thought to stderr."""
+        if index > self._shown:
+            self._shown = index
+            print()  # a blank line between texts, as in a file of them
+        deltas = request.samples[0].deltas
+        while deltas:
+            delta = deltas.popleft()
+            print(delta.thought, end="", file=sys.stderr, flush=True)
+            print(delta.text, end="", flush=True)
+        if request.is_finished and not request.result().text.endswith("\n"):
+            print(flush=True)
 
 
 def converse(run: Run) -> None:

@@ -9,6 +9,8 @@ otherwise refused in one line that names the key and the value. Imports nothing 
 import dataclasses
 import difflib
 import functools
+import json
+import math
 import os
 import re
 import types
@@ -233,3 +235,13 @@ def compose(text: str, where: str) -> yaml.Node | None:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         line = f":{mark.line + 1}" if mark else ""
         raise ValueError(f"{where}{line}: not valid YAML: {reason}") from None
+
+
+def yaml_text(value: Any) -> str:
+    """A value as YAML writes it in one line."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(yaml_text, value))}]"
+    if isinstance(value, str):
+        style = {"default_style": '"', "allow_unicode": True, "width": math.inf}
+        return yaml.safe_dump(value, **style).strip()
+    return json.dumps(value)

@@ -22,7 +22,10 @@ FLOORS = {
 }  # fmt: skip
 # The package itself only names what `engine.api` offers; the tiny model's folder holds no code.
 NO_FLOOR = {"__init__", "__main__", "tiny"}
-WITHOUT_JAX = ("scheduler", "request", "tokenizer", "chat", "text_stream", "counters")
+WITHOUT_JAX = (
+    *("scheduler", "prefixes", "chunks", "feeding", "request", "counters"),
+    *("tokenizer", "chat", "text_stream"),
+)
 
 
 def sources(package: str) -> list[Path]:

@@ -2,7 +2,8 @@
 
     prefill   T rows of one slot, logits of the last real row
     round     draft M tokens, verify them in one pass of M + 1 rows a slot, accept, commit;
-              without a drafter it is one row a slot: plain decoding
+              without a drafter it is one row a slot: plain decoding. A call may run several, one
+              after the other; what they drew is stacked
     verify    the pass alone: R rows of every slot, their logits and states
     accept    the rest of a round alone
     score     T rows of one slot, log-probabilities of given next tokens
@@ -80,12 +81,15 @@ class StepOptions:
       num_top: alternatives that a sampler with log-probabilities returns.
       uniform_rows: rows a slot of every verify pass; 0 is what the drafts need.
       simulate_acceptance: tokens a round commits on average, whatever was drafted; None is off.
+      rounds_per_call: rounds a call of `round` runs; their `Drawn` have that axis first if it is
+        not 1.
     """
 
     compute: ComputeOptions
     num_top: int
     uniform_rows: int = 0
     simulate_acceptance: float | None = None
+    rounds_per_call: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +221,14 @@ def build_steps(
         with jax.named_scope("accept"):
             return accept(state, starts, proposal, hidden, logits, kind)
 
+    def several_rounds(
+        params: Any, state: DecodeState, kind: SamplerKind, num_keys: int | None = None
+    ) -> tuple[DecodeState, Drawn]:
+        def one(state: DecodeState, _: None) -> tuple[DecodeState, Drawn]:
+            return whole_round(params, state, kind, num_keys)
+
+        return jax.lax.scan(one, state, length=options.rounds_per_call)
+
     jit_verify = jax.jit(verify, donate_argnames="bank", static_argnames="num_keys")
 
     def uniform_round() -> Callable[..., tuple[DecodeState, Drawn]]:
@@ -304,11 +316,12 @@ def build_steps(
             draft=drafter.commit(state.draft, lengths),
         )
 
+    fused = whole_round if options.rounds_per_call == 1 else several_rounds
     return Steps(
         prefill=jax.jit(prefill, donate_argnames="state"),
         round=uniform_round()
         if options.uniform_rows
-        else jax.jit(whole_round, donate_argnames="state", static_argnames=("kind", "num_keys")),
+        else jax.jit(fused, donate_argnames="state", static_argnames=("kind", "num_keys")),
         verify=jit_verify,
         score=jax.jit(score, donate_argnames="state"),
         first=jax.jit(first, donate_argnames="state", static_argnames="kind"),

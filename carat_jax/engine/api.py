@@ -5,8 +5,8 @@ engine = carat_jax.load("tiny")
 print(engine.generate("Once upon a time", max_tokens=60).text)
 """
 
+import contextlib
 import dataclasses
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from carat_jax.decoding.drafters import NoDrafter
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.engine.drafting import Drafting, open_drafter
 from carat_jax.engine.engine import EngineLoop
+from carat_jax.engine.feeding import Work, feed, raise_errors
 from carat_jax.engine.memory import Blueprint, device_limit
 from carat_jax.engine.request import Delta, Request, Result, TokenInfo
 from carat_jax.engine.shapes import compute_options, size_text
@@ -212,6 +213,10 @@ class Engine:
 
         Returns:
           A `Result`, or a list of them in the order of the prompts.
+
+        Raises:
+          LogitsError: (a FloatingPointError) a sample met logits that are NaN or leave no token.
+            Everything else was finished first; the error's `results` hold it all.
         """
         params = self._params(sampling, overrides)
         prompts, is_single = _listed(prompts)
@@ -343,25 +348,19 @@ class Engine:
             raise ValueError(f"prompt: {prompt!r} is neither text nor a list of token ids")
         return [int(i) for i in ids]
 
-    def _run(self, jobs: Sequence[tuple], progress: bool = False) -> list[Result]:
+    def _run(self, jobs: Sequence[Work], progress: bool = False) -> list[Result]:
         for ids, params, _ in jobs:
             self.loop.limits.check(ids, params)
-        waiting, requests = deque(jobs), []
+        requests: dict[int, Request] = {}
+        running: dict[int, Request] = {}
         bar = tqdm(total=len(jobs), unit="prompt", disable=None if progress else True)
-        try:
-            with bar:
-                while waiting or not all(request.is_finished for request in requests):
-                    # The queue is bounded; a batch of any size feeds it as it drains.
-                    while waiting and (waiting[0][1].n <= self.loop.room or self.loop.is_idle):
-                        ids, params, is_chat = waiting.popleft()
-                        requests.append(self.loop.submit(ids, params, is_chat))
-                    self.loop.step()
-                    bar.update(sum(r.is_finished for r in requests) - bar.n)
-        finally:
-            for request in requests:
-                if not request.is_finished:
-                    self.loop.cancel(request)
-        return [request.result() for request in requests]
+        with bar, contextlib.closing(feed(self.loop, jobs, running)) as steps:
+            for _ in steps:
+                requests |= running
+                bar.update(sum(r.is_finished for r in running.values()))
+        results = [requests[i].result() for i in range(len(jobs))]
+        raise_errors(results)
+        return results
 
     def _stream(self, ids: list[int], params: SamplingParams, is_chat: bool) -> Iterator[Delta]:
         if params.n != 1:
@@ -378,6 +377,7 @@ class Engine:
                 while not deltas:
                     self.loop.step()
                 yield deltas.popleft()
+            raise_errors([request.result()])
         finally:
             self.loop.cancel(request)
 

@@ -41,7 +41,8 @@ class Counters:
 
     A round is a decode step; without a drafter it commits one token a slot. `reused_tokens` are
     those of prompts that a slot held already. `restarts` are the times the device state was lost
-    and built anew.
+    and built anew. Of the time spent in steps, `wait_seconds` went by waiting for the device and
+    `host_seconds` are Python's own: per round they must stay below what the round takes.
     """
 
     acceptance: Acceptance
@@ -52,6 +53,8 @@ class Counters:
     reused_tokens: int = 0
     rounds: int = 0
     restarts: int = 0
+    host_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """All counts and the mean, by name."""

@@ -49,10 +49,10 @@ def push(sample: Sample, drawn: Drawn, row: int, i: int) -> None:
     token, num_top = int(drawn.tokens[row, i]), sample.request.params.logprobs
     if token < 0:
         place = len(sample.known_ids)
-        sample.cancel("error")
-        raise FloatingPointError(
+        sample.fail(
             f"the logits of position {place} are NaN or leave no token (a hook? an overflow?)"
         )
+        return
     sample.push(token, None if num_top is None else token_info(drawn, row, i, num_top))
 
 

@@ -24,6 +24,7 @@ class DraftLength:
         # Optimistic at first: a place nobody tried is worth trying.
         self._stands = [0.8] * self._choices[-1]
         self._rounds = 0
+        self._last: tuple[int, float] | None = None
 
     def choose(self, most: int) -> int:
         """The length of the next round, of which `most` drafts could be of use."""
@@ -52,6 +53,16 @@ class DraftLength:
         # What was never reached is judged by the last place that was.
         for place in range(num_drafts, len(self._stands)):
             self._stands[place] = min(self._stands[place], self._stands[place - 1])
+
+    def paused(self) -> None:
+        """Something else runs before the next round: the time until it ends is not its cost."""
+        self._last = None
+
+    def ended(self, length: int, now: float) -> None:
+        """A round ended; right after one of the same length, the time between is what it costs."""
+        if self._last is not None and self._last[0] == length:
+            self.observe_cost(length, now - self._last[1])
+        self._last = length, now
 
     def observe_cost(self, length: int, seconds: float) -> None:
         """The time between the ends of two rounds of this length, one right after the other."""

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from carat_jax.cache import bank as banks
+from carat_jax.cache.bank import CacheBank
 from carat_jax.config import Config, SamplingParams, sampling_from
 from carat_jax.decoding.drafters import NoDrafter, shortened
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.decoding.state import DecodeState
-from carat_jax.decoding.steps import Drawn, StepOptions, Steps, build_steps
+from carat_jax.decoding.steps import Drawn, SamplerKind, StepOptions, Steps, build_steps
 from carat_jax.engine.chunks import padded_row, plan_chunks
 from carat_jax.engine.compile_counter import num_compilations
 from carat_jax.engine.counters import Acceptance, Counters
@@ -64,12 +64,26 @@ _PLAIN = Drafting(NoDrafter())
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """A dispatched step whose tokens were not read yet, and whom its rows belong to."""
+    """A dispatched step whose tokens were not read yet, and whom its rows belong to.
+
+    Without rounds it is the first token of a sample.
+    """
 
     drawn: Drawn
     samples: Mapping[int, Sample]
-    is_round: bool
+    num_rounds: int = 0
     num_drafts: int = 0
+
+    def __post_init__(self):
+        for leaf in jax.tree.leaves(self.drawn):
+            leaf.copy_to_host_async()
+
+    def read(self) -> list[Drawn]:
+        """Waits for the step; what it drew, round by round, in one copy."""
+        drawn = jax.device_get(self.drawn)
+        if self.num_rounds <= 1:
+            return [drawn]
+        return [jax.tree.map(lambda x, i=i: x[i], drawn) for i in range(self.num_rounds)]
 
 
 class EngineLoop:
@@ -108,19 +122,18 @@ class EngineLoop:
             num_top=num_top,
             uniform_rows=config.decode.uniform_rows,
             simulate_acceptance=config.decode.simulate_acceptance,
+            rounds_per_call=config.decode.rounds_per_call,
         )
         self.num_rows = verify_rows(config, self.drafter.num_drafts)
         steps = functools.partial(
             build_steps, graph, options=self.options, base_bias=jnp.asarray(base_bias), hook=hook
         )
         self._steps: Steps = steps(drafter=self.drafter)
-        self._shorter_rounds: dict[int, Callable] = {}
-        self._length: DraftLength | None = None
-        if config.decode.draft_len == "auto" and self.drafter.num_drafts:
-            self._length = DraftLength()
-            for m in CHOICES[:-1]:
-                self._shorter_rounds[m] = steps(drafter=shortened(self.drafter, m)).round
-        self._last_round: tuple[int, float] | None = None
+        is_auto = config.decode.draft_len == "auto" and self.drafter.num_drafts
+        self._length = DraftLength(CHOICES if is_auto else (self.drafter.num_drafts,))
+        self._shorter_rounds: dict[int, Callable] = {
+            m: steps(drafter=shortened(self.drafter, m)).round for m in CHOICES[:-1] if is_auto
+        }
         self._flights: deque[_Flight] = deque()
         self._is_busy = False
         self._state: DecodeState | None = self._new_state()
@@ -186,6 +199,7 @@ class EngineLoop:
 
     def step(self) -> None:
         """Moves every request on: those that run by a round, the others by their share of it."""
+        started, waited = time.perf_counter(), self.counters.wait_seconds
         with self._guarded():
             for chunk in self._scheduler.chunks():
                 logits = self._prefill(chunk)
@@ -196,10 +210,12 @@ class EngineLoop:
             while len(self._flights) > (_RUN_AHEAD if dispatched else 0):
                 self._deliver(self._flights.popleft())
             self._release_finished()
+        spent = time.perf_counter() - started
+        self.counters.host_seconds += spent - (self.counters.wait_seconds - waited)
 
     def _prefill(self, chunk: Chunk) -> jax.Array:
         """Adds a chunk to its slot; logits of its last id."""
-        self._last_round = None  # the next round is not the only work since the last one
+        self._length.paused()
         admission, slot = chunk.admission, chunk.admission.slots[0]
         if chunk.is_first:
             admission.samples[0].request.start()
@@ -226,7 +242,7 @@ class EngineLoop:
                 self._state, logits, np.full(1, slot, np.int32), sampler_kind([sample])
             )
             sample.num_dispatched += 1
-            self._flights.append(_Flight(drawn, {0: sample}, is_round=False))
+            self._flights.append(_Flight(drawn, {0: sample}))
 
     def _set_sampling(self, slot: int, sample: Sample) -> None:
         limit = np.int32(len(sample.request.prompt_ids) + sample.request.budget)
@@ -236,25 +252,25 @@ class EngineLoop:
             self._state = self._steps.set_rows(self._state, np.int32(slot), *rows)
 
     def _round(self) -> None:
-        running = dict(self._scheduler.running)
-        kind, length = sampler_kind(running.values()), self.drafter.num_drafts
-        if self._length is not None:
-            wanted = max(s.request.budget - s.num_dispatched for s in running.values())
-            length = self._length.choose(most=wanted - 1)
+        running, num_rounds = dict(self._scheduler.running), self.options.rounds_per_call
+        wanted = max(s.request.budget - s.num_dispatched for s in running.values())
+        length = self._length.choose(most=wanted - 1)
         step = self._shorter_rounds.get(length, self._steps.round)
+        kind = sampler_kind(running.values())
         self._state, drawn = step(self._params, self._state, kind, self._num_keys())
         for sample in running.values():
-            sample.num_dispatched += 1
-        self._flights.append(_Flight(drawn, running, is_round=True, num_drafts=length))
+            sample.num_dispatched += num_rounds
+        self._flights.append(_Flight(drawn, running, num_rounds, length))
 
     def _num_keys(self) -> int | None:
         """The static key count of the next round; None where lengths are traced."""
         if self.options.compute.is_fused:
             return None
         # A round in flight may commit all its rows.
+        ahead = self.options.rounds_per_call
         held = max(
-            len(sample.known_ids) + (sample.num_dispatched - len(sample.ids) + 1) * self.num_rows
-            for sample in self._scheduler.running.values()
+            len(s.known_ids) + (s.num_dispatched - len(s.ids) + ahead) * self.num_rows
+            for s in self._scheduler.running.values()
         )
         # What reaches past the context belongs to rows that will be dropped.
         pad = self.config.attention.pad_keys
@@ -262,35 +278,33 @@ class EngineLoop:
 
     def _deliver(self, flight: _Flight) -> None:
         """Reads one step's tokens and hands them to the samples that still want them."""
-        drawn = jax.device_get(flight.drawn)
-        if flight.is_round:
-            self._note_cost(flight.num_drafts)
-        for row, sample in flight.samples.items():
-            if flight.is_round:
-                sample.furthest = max(sample.furthest, sample.length + self.drafter.num_drafts + 1)
-                sample.length += int(drawn.num[row])
-            if sample.is_finished:
-                continue
-            before = len(sample.ids)
-            for i in range(drawn.num[row]):
-                if not sample.is_finished:
-                    push(sample, drawn, row, i)
-            sample.num_dispatched += int(drawn.num[row]) - 1
-            self.counters.generated_tokens += len(sample.ids) - before
-            if flight.is_round:
-                counts = int(drawn.num[row]) - 1, int(drawn.num_drafts[row])
-                self.counters.acceptance.count(*counts)
-                sample.request.acceptance.count(*counts)
-                if self._length is not None:
-                    self._length.observe_drafts(*counts)
-        self.counters.rounds += flight.is_round
-
-    def _note_cost(self, length: int) -> None:
-        """A round ended; right after one of the same length, the time between is what it costs."""
+        started = time.perf_counter()
+        rounds = flight.read()
         now = time.perf_counter()
-        if self._length is not None and self._last_round and self._last_round[0] == length:
-            self._length.observe_cost(length, now - self._last_round[1])
-        self._last_round = length, now
+        self.counters.wait_seconds += now - started
+        self.counters.rounds += flight.num_rounds
+        if flight.num_rounds:
+            self._length.ended(flight.num_drafts, now)
+        for drawn in rounds:
+            for row, sample in flight.samples.items():
+                if flight.num_rounds:
+                    self._count_round(sample, int(drawn.num[row]), int(drawn.num_drafts[row]))
+                before = len(sample.ids)
+                for i in range(drawn.num[row]):
+                    if not sample.is_finished:
+                        push(sample, drawn, row, i)
+                self.counters.generated_tokens += len(sample.ids) - before
+
+    def _count_round(self, sample: Sample, num: int, num_drafts: int) -> None:
+        """Takes note of what a round did to a sample's slot; 0 tokens if it had stopped there."""
+        if num:
+            sample.furthest = max(sample.furthest, sample.length + self.drafter.num_drafts + 1)
+            sample.length += num
+        if num and not sample.is_finished:
+            sample.num_dispatched += num - 1
+            for acceptance in (self.counters.acceptance, sample.request.acceptance):
+                acceptance.count(num - 1, num_drafts)
+            self._length.observe_drafts(num - 1, num_drafts)
 
     def _release_finished(self) -> None:
         for admission in self._scheduler.drop_finished():
@@ -315,7 +329,7 @@ class EngineLoop:
         """What the slot of a finished sample holds."""
         if sample.finish_reason == "error":
             return NOTHING
-        ahead = sum(f.is_round and f.samples.get(slot) is sample for f in self._flights)
+        ahead = sum(f.num_rounds for f in self._flights if f.samples.get(slot) is sample)
         written = sample.length + ahead * (self.drafter.num_drafts + 1)
         # The last id was drawn, but no step that was read put it into the caches.
         return Held(tuple(sample.known_ids[:-1]), max(sample.furthest, written))
@@ -358,22 +372,20 @@ class EngineLoop:
             ids = [self.tokenizer.bos_id] * min(size, longest)
             self.score_ids(ids)
             self.run([self.submit(ids, params)])
-        kinds = [
-            {"temperature": temperature, "logprobs": logprobs, "n": min(2, self.num_slots)}
-            for temperature in (0.0, 1.0)
-            for logprobs in (None, 0)
-        ]
-        # Only the three-stage path has rounds that depend on how many keys there are.
-        held = (len(ids),) if self.options.compute.is_fused else self.rungs
-        lengths = (*self._shorter_rounds, self.drafter.num_drafts)
-        for length, num_keys in itertools.product(lengths, held):
-            if self._length is not None:
-                self._length = DraftLength((length,))
-            ids = [self.tokenizer.bos_id] * min(max(1, num_keys - self.num_rows), longest)
-            for kind in (*kinds, {"repetition_penalty": 1.1}):
-                self.run([self.submit(ids, sampling_from(params, **kind))])
-        if self._length is not None:
-            self._length = DraftLength()
+        ids = [self.tokenizer.bos_id]
+        for temperature, logprobs in itertools.product((0.0, 1.0), (None, 0)):
+            kind = {"temperature": temperature, "logprobs": logprobs, "n": min(2, self.num_slots)}
+            self.run([self.submit(ids, sampling_from(params, **kind))])
+        self.run([self.submit(ids, sampling_from(params, repetition_penalty=1.1))])
+        # Rounds of idle slots change nothing. Only the three-stage path has several key counts.
+        key_counts = (None,) if self.options.compute.is_fused else self.rungs
+        rounds = (self._steps.round, *self._shorter_rounds.values())
+        for step, num_keys, draws, logprobs in itertools.product(
+            rounds, key_counts, (False, True), (False, True)
+        ):
+            with self._guarded():
+                kind = SamplerKind(draws, logprobs)
+                self._state, _ = step(self._params, self._state, kind, num_keys)
 
     @property
     def num_slots(self) -> int:
@@ -421,9 +433,9 @@ class EngineLoop:
 
 
 def _reuse(state: DecodeState) -> Reuse:
-    """What the caches of target and drafter allow."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, banks.CacheBank))
-    found = [leaf for leaf in leaves if isinstance(leaf, banks.CacheBank)]
+    """How far slots can be cut back: what the caches of target and drafter both allow."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, CacheBank))
+    found = [leaf for leaf in leaves if isinstance(leaf, CacheBank)]
     return Reuse(
         max_rollback=min(bank.max_rollback for bank in found),
         capacity=min(cache.capacity for bank in found for cache in bank.layers.values()),

@@ -53,6 +53,7 @@ class Completion:
       index: which sample of its prompt this is.
       logprobs: one entry an id if asked for, else None.
       thought: the thinking part of a chat answer.
+      error: what ended it, if `finish_reason` is "error".
     """
 
     text: str
@@ -62,6 +63,7 @@ class Completion:
     index: int
     logprobs: tuple[TokenInfo, ...] | None = None
     thought: str = ""
+    error: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,18 @@ class Result:
         return sum(len(output.ids) for output in self.outputs)
 
 
+class LogitsError(FloatingPointError):
+    """A sample ended because its logits were NaN or left no token; all others were finished.
+
+    Attributes:
+      results: of all prompts in their order, those that ended in an error included.
+    """
+
+    def __init__(self, message: str, results: Sequence[Result]):
+        super().__init__(message)
+        self.results = list(results)
+
+
 class Sample:
     """One answer being written: its ids and text so far, and why it ended.
 
@@ -126,6 +140,7 @@ class Sample:
         self.ids: list[int] = []
         self.logprobs: list[TokenInfo] = []
         self.finish_reason: str | None = None
+        self.error = ""
         self.num_dispatched = 0
         self.length = self.furthest = 0
         self.deltas: deque[Delta] = deque()
@@ -166,10 +181,15 @@ class Sample:
             reason = "length"
         self._emit(split, token, info, reason)
 
-    def cancel(self, reason: str = "cancelled") -> None:
+    def cancel(self) -> None:
         """Ends it where it is."""
         if not self.is_finished:
-            self._emit(Split("", ""), None, None, reason)
+            self._emit(Split("", ""), None, None, "cancelled")
+
+    def fail(self, error: str) -> None:
+        """Ends it because no next token can be drawn."""
+        self.error = error
+        self._emit(Split("", ""), None, None, "error")
 
     def completion(self) -> Completion:
         """The finished sample."""
@@ -182,6 +202,7 @@ class Sample:
             index=self.index,
             logprobs=None if request.params.logprobs is None else tuple(self.logprobs),
             thought="".join(self._thought),
+            error=self.error,
         )
 
     def _emit(

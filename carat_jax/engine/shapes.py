@@ -69,12 +69,13 @@ def verify_rows(config: Config, num_drafts: int) -> int:
 def ring_rows(config: Config, num_drafts: int) -> int:
     """Rows a ring holds beyond its window, for a drafter of `num_drafts`: see `cache.ring`.
 
-    A verify pass is written in place. Where slots are continued from, what one round wrote past
-    a stop and what the next one, dispatched before the host saw the stop, wrote after it lies
-    ahead of the ids that count.
+    A verify pass is written in place. Where slots are continued from, what one call of rounds
+    wrote past a stop, and what the next one, dispatched before the host saw the stop, wrote after
+    it, lies ahead of the ids that count.
     """
     num_rows = verify_rows(config, num_drafts)
-    return max(num_rows, 2 * (num_drafts + 1)) if config.engine.reuse_prefix else num_rows
+    past_a_stop = 2 * config.decode.rounds_per_call * (num_drafts + 1)
+    return max(num_rows, past_a_stop) if config.engine.reuse_prefix else num_rows
 
 
 def size_text(num_bytes: int) -> str:

@@ -284,6 +284,35 @@ def test_a_hook_that_rules_out_every_token_is_told():
         silent.generate("")
 
 
+def test_what_else_was_asked_is_finished_and_comes_with_the_error(scripted):
+    # given a batch whose second prompt runs into NaN while the first and third do not
+    prompts = [prompt(60), prompt(BROKEN - 3), prompt(9)]
+    settings = {"max_tokens": 14, "ignore_eos": True}
+    alone = [scripted.generate(ids, **settings) for ids in (prompts[0], prompts[2])]
+    restarts = scripted.stats()["restarts"]
+    with pytest.raises(FloatingPointError, match=f"position {BROKEN} are NaN") as error:
+        scripted.generate(prompts, **settings)
+    first, broken, last = error.value.results
+    assert [first.ids, last.ids] == [result.ids for result in alone]
+    assert (len(broken.ids), broken.finish_reason) == (3, "error")
+    assert f"position {BROKEN}" in broken.outputs[0].error
+    assert scripted.stats()["restarts"] == restarts
+    # and nobody continues from the slot of the broken one
+    before = scripted.stats()["reused_tokens"]
+    with pytest.raises(FloatingPointError):
+        scripted.generate([*broken.prompt_ids, *broken.ids], **settings)
+    assert scripted.stats()["reused_tokens"] == before
+
+
+def test_a_stream_tells_what_it_has_before_the_error(scripted):
+    stream = scripted.stream(prompt(BROKEN - 3), ignore_eos=True)
+    deltas = [next(stream) for _ in range(4)]
+    assert [len(delta.ids) for delta in deltas] == [1, 1, 1, 0]
+    assert deltas[-1].finish_reason == "error"
+    with pytest.raises(FloatingPointError, match=f"position {BROKEN} are NaN"):
+        next(stream)
+
+
 def test_a_neighbour_of_such_a_request_is_served(scripted):
     want = scripted.generate(prompt(60), max_tokens=14, ignore_eos=True).ids
     stream = scripted.stream(prompt(60), max_tokens=14, ignore_eos=True)
