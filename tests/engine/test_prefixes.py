@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import carat_jax
-from carat_jax.cache.bank import empty_bank
 from carat_jax.config import SamplingParams, read_settings, sampling_from
 from carat_jax.decoding.drafters import ModelDrafter, NoDrafter
 from carat_jax.engine.drafting import Drafting
@@ -41,15 +40,11 @@ def loop(drafter, local_layers="ring", reuse=True, num_slots=2) -> EngineLoop:
     given = {"engine": engine | {"reuse_prefix": reuse}, "cache.local_layers": local_layers}
     drafting = Drafting(drafter, _script(num_slots))
     if drafter == "model":
-        own = functools.partial(_model_bank, model)
-        drafting = Drafting(ModelDrafter(graph, 3, PLAIN), model.params["target"], own)
+        drafter = ModelDrafter(graph, 3, PLAIN)
+        drafting = Drafting(drafter, model.params["target"], model=model.config)
     chosen = read_settings(keywords={"dtype": "float32", **given}).build()
     params = model.params["target"]
     return EngineLoop(chosen, model.config, graph, params, tokenizer(), drafting=drafting)
-
-
-def _model_bank(model, num_slots, max_context, num_rows):
-    return empty_bank(model.config, num_slots, max_context, num_rows, model.dtype)
 
 
 def cold(ids, params=GREEDY):
