@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import pytest
 
 from carat_jax.assistant_families import assistant_from_hf
-from carat_jax.cache.bank import empty_bank
 from carat_jax.config import read_settings, sampling_from
 from carat_jax.decoding.drafters import (
     AssistantDrafter,
@@ -38,7 +37,7 @@ LENGTHS = (2, 9, 20)
 toy = functools.partial(named_toy, "26b", 2)
 
 
-def make(drafter, params=(), num_slots=3, new_state=None, **settings) -> EngineLoop:
+def make(drafter, params=(), num_slots=3, draft_model=None, **settings) -> EngineLoop:
     """An engine of the mixture with a drafter."""
     model = toy()
     dtype = jnp.dtype(settings.setdefault("dtype", "float32"))
@@ -46,8 +45,7 @@ def make(drafter, params=(), num_slots=3, new_state=None, **settings) -> EngineL
     engine = {"max_batch": num_slots, "prefill_chunks": [9], "max_context": CONTEXT}
     chosen = read_settings(keywords={"engine": engine, **settings}).build()
     weights = jax.tree.map(lambda x: x.astype(dtype), model.params["target"])
-    state = {} if new_state is None else {"new_state": new_state}
-    drafting = Drafting(drafter, params, **state)
+    drafting = Drafting(drafter, params, model=draft_model)
     return EngineLoop(chosen, model.config, graph, weights, tokenizer(), drafting=drafting)
 
 
@@ -110,15 +108,11 @@ def test_sampled_ids_and_logprobs_are_those_of_plain_sampling():
 
 @functools.cache
 def drafter(name):
-    """A drafter, its parameters and how its state begins."""
+    """A drafter, its parameters, and the facts of one that keeps caches."""
     model = toy()
     if name == "model":  # the target itself, so that its drafts stand
-
-        def new_state(num_slots, max_context, num_rows):
-            return empty_bank(model.config, num_slots, max_context, num_rows, model.dtype)
-
         graph, _ = split(Gemma4(model.config, model.dtype))
-        return ModelDrafter(graph, 3, PLAIN), model.params["target"], new_state
+        return ModelDrafter(graph, 3, PLAIN), model.params["target"], model.config
     raw = assistant_config(model.raw)
     graph, specs = split(Assistant(assistant_from_hf(raw), model.config, model.dtype))
     combined = CombinedDrafter(NgramDrafter(3), AssistantDrafter(graph, 3, PLAIN))
@@ -127,8 +121,8 @@ def drafter(name):
 
 @pytest.mark.parametrize("name", ["combined", "model"])
 def test_greedy_ids_are_the_same_whoever_drafts(name):
-    who, params, new_state = drafter(name)
-    engine = make(who, params, new_state=new_state)
+    who, params, facts = drafter(name)
+    engine = make(who, params, draft_model=facts)
     results = run(engine, [prompt(n) for n in LENGTHS])
     assert [r.ids for r in results] == [want.ids for want in answers()]
     if name == "model":
