@@ -177,28 +177,12 @@ def _append(problem, eps, interpret, qkv, q_norm, k_norm, cos, sin, k_cache, v_c
     return out, k_cache, v_cache
 
 
-def _normed(low, high, weight_ref, eps):
-    """RMS norm over both halves of some rows; rounded as the rows are, then float32 again."""
-    half = low.shape[-1]
-    dtype, low, high = low.dtype, low.astype(jnp.float32), high.astype(jnp.float32)
-    squares = (low * low).sum(1) + (high * high).sum(1)
-    inverse = lax.rsqrt(squares / (2 * half) + eps)[:, None]
-
-    def norm(part, start):
-        weight = weight_ref[pl.ds(start, half)].astype(jnp.float32)
-        return (part * inverse * weight[None, :]).astype(dtype).astype(jnp.float32)
-
-    return norm(low, 0), norm(high, half)
-
-
-def _rotated(halves, tables, dtype):
-    """Both halves after RoPE, rounded once."""
-    (low, high), (cos, sin) = halves, tables
-    return (low * cos - high * sin).astype(dtype), (high * cos + low * sin).astype(dtype)
-
-
 class _NewRows:
-    """What a program reads of its KV head's new rows: queries, keys and values by index t."""
+    """What a program makes of its KV head's new rows: queries, keys and values by index t.
+
+    A head is taken in its two halves, because RoPE turns number i with number i + H/2. Keys come
+    as columns, [H/2, rows], the way the scores read them.
+    """
 
     def __init__(self, problem, eps, weights, tables, rows_ref):
         self.problem, self.eps, self.rows_ref = problem, eps, rows_ref
@@ -206,33 +190,50 @@ class _NewRows:
         self.tables = tables
         self.half = problem.head_dim // 2
 
-    def _load(self, row, part, start, size, live):
-        index = (row[:, None], part[:, None], start + jnp.arange(size)[None, :])
-        return plt.load(self.rows_ref.at[index], mask=live[:, None], other=0.0)
+    def _load(self, at, live, column, size, axis):
+        """Numbers `column..` of the rows `at` (t, part), those on `axis`."""
+        where = [jnp.expand_dims(x, axis) for x in at]
+        index = (*where, jnp.expand_dims(column + jnp.arange(size), 1 - axis))
+        mask = jnp.expand_dims(live, axis)
+        return plt.load(self.rows_ref.at[index], mask=mask, other=0.0)
 
-    def _turned(self, row, part, weight_ref, live, dtype):
-        halves = [self._load(row, part, s, self.half, live) for s in (0, self.half)]
-        index = (row[:, None], jnp.arange(self.half)[None, :])
-        tables = [plt.load(table.at[index], mask=live[:, None], other=0.0) for table in self.tables]
-        return _rotated(_normed(*halves, weight_ref, self.eps), tables, dtype)
+    def _turned(self, at, live, weight_ref, axis, dtype):
+        """Both halves after norm and RoPE; each is rounded once, as in the plain code."""
+        half = self.half
+        low, high = (self._load(at, live, start, half, axis) for start in (0, half))
+        rounded, low, high = low.dtype, low.astype(jnp.float32), high.astype(jnp.float32)
+        squares = (low * low).sum(axis) + (high * high).sum(axis)
+        inverse = jnp.expand_dims(lax.rsqrt(squares / (2 * half) + self.eps), axis)
+
+        def norm(part, start):
+            weight = weight_ref[pl.ds(start, half)].astype(jnp.float32)
+            part = part * inverse * jnp.expand_dims(weight, 1 - axis)
+            return part.astype(rounded).astype(jnp.float32)
+
+        low, high = norm(low, 0), norm(high, half)
+        index = jnp.expand_dims(at[0], axis), jnp.expand_dims(jnp.arange(half), 1 - axis)
+        mask = jnp.expand_dims(live, axis)
+        cos, sin = (plt.load(table.at[index], mask=mask, other=0.0) for table in self.tables)
+        return (low * cos - high * sin).astype(dtype), (high * cos + low * sin).astype(dtype)
 
     def queries(self, dtype):
-        """Both halves of the tile's queries, and their index t."""
+        """Both halves of the tile's queries [rows, H/2], and the index t of each."""
         row = jnp.arange(self.problem.tile.rows)
         t, head = row // self.problem.group, row % self.problem.group
-        return self._turned(t, head, self.q_norm, row < self.problem.num_rows, dtype), t
+        live = row < self.problem.num_rows
+        return self._turned((t, head), live, self.q_norm, 1, dtype), t
 
     def keys(self, t, live, dtype):
-        """Both halves of the keys of rows t."""
+        """Both halves of the keys of rows t, [H/2, rows]."""
         part = jnp.full(t.shape, self.problem.group)
-        return self._turned(t, part, self.k_norm, live, dtype)
+        return self._turned((t, part), live, self.k_norm, 0, dtype)
 
     def values(self, t, live, column, dtype):
-        """The program's columns of the values of rows t."""
-        last = jnp.full(t.shape, self.rows_ref.shape[1] - 1)
-        whole = self._load(t, last, 0, self.problem.head_dim, live).astype(jnp.float32)
+        """The program's columns of the values of rows t, [rows, columns]."""
+        at = t, jnp.full(t.shape, self.rows_ref.shape[1] - 1)
+        whole = self._load(at, live, 0, self.problem.head_dim, 1).astype(jnp.float32)
         inverse = lax.rsqrt((whole * whole).sum(1) / self.problem.head_dim + self.eps)[:, None]
-        part = self._load(t, last, column, self.problem.columns, live).astype(jnp.float32)
+        part = self._load(at, live, column, self.problem.columns, 1).astype(jnp.float32)
         return (part * inverse).astype(dtype)
 
 
@@ -247,64 +248,71 @@ def _kernel(problem, eps, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref,
     span = Span(start, end, start, start + problem.num_new - 1, jnp.int32(oldest))
     dtype, half, column = v_ref.dtype, problem.head_dim // 2, part * problem.columns
     new = _NewRows(problem, eps, (q_norm_ref, k_norm_ref), (cos_ref, sin_ref), rows_ref)
-    low, high = (pl.ds(0, half), pl.ds(half, half))
-    columns = pl.ds(column, problem.columns)
+    (q_low, q_high), t = new.queries(dtype)
+    low, high, columns = pl.ds(0, half), pl.ds(half, half), pl.ds(column, problem.columns)
 
-    def with_new(rows, t, is_new, cached):
+    def cached(rows, live=None):
+        """A block's keys, halves as columns, and values, before the new positions."""
+
+        def load(ref, where):
+            if live is None:
+                return ref[rows, where]
+            return plt.load(ref.at[rows, where], mask=live[:, None], other=0.0)
+
+        return load(k_ref, low).T, load(k_ref, high).T, load(v_ref, columns)
+
+    def with_new(row, pos, is_new, block):
         """The block with its new keys and values in place, which are written as well."""
-        t = jnp.where(is_new, t, 0)
-        k_new = new.keys(t, is_new, dtype)
+        t = jnp.where(is_new, pos - start, 0)
+        k_low, k_high = new.keys(t, is_new, dtype)
         v_new = new.values(t, is_new, column, dtype)
-        is_first = is_new & (part == 0)
-        for x, ref, where, mask in (
-            (k_new[0], k_out, low, is_first),
-            (k_new[1], k_out, high, is_first),
-            (v_new, v_out, columns, is_new),
-        ):
-            plt.store(ref.at[rows, where], x, mask=mask[:, None])
-        pairs = zip((*k_new, v_new), cached, strict=True)
-        return tuple(jnp.where(is_new[:, None], x, old) for x, old in pairs)
+        rows, first = row + jnp.arange(tile.block), is_new & (part == 0)
+        for k, begin in ((k_low, 0), (k_high, half)):
+            at = rows[None, :], begin + jnp.arange(half)[:, None]
+            plt.store(k_out.at[at], k, mask=first[None, :])
+        at = rows[:, None], column + jnp.arange(problem.columns)[None, :]
+        plt.store(v_out.at[at], v_new, mask=is_new[:, None])
+        masks = is_new[None, :], is_new[None, :], is_new[:, None]
+        pairs = zip(masks, (k_low, k_high, v_new), block, strict=True)
+        return tuple(jnp.where(mask, x, old) for mask, x, old in pairs)
 
-    def visit(i, carry, queries, holds_new):
-        """Adds block i; `holds_new` says whether it may hold new positions, None: find out."""
-        (q_low, q_high), t = queries
-        row, pos, exists = source.locate(i, span, tile.block)
-        rows = pl.ds(row, tile.block)
-        is_new = exists & (pos >= start)
-        if holds_new is None:
-            # Loads that do not wait for the slot's length; its dead slots are dropped after.
-            cached = k_ref[rows, low], k_ref[rows, high], v_ref[rows, columns]
-            block = lax.cond(
-                jnp.max(is_new.astype(jnp.int32)) > 0,
-                lambda cached: with_new(rows, pos - start, is_new, cached),
-                lambda cached: cached,
-                cached,
-            )
-        else:
-            mask = (exists & ~is_new)[:, None]
-            block = tuple(
-                plt.load(ref.at[rows, where], mask=mask, other=0.0)
-                for ref, where in ((k_ref, low), (k_ref, high), (v_ref, columns))
-            )
-            if holds_new:
-                block = with_new(rows, pos - start, is_new, block)
+    def attend(carry, block, pos, exists):
         k_low, k_high, v = block
-        v = jnp.where(exists[:, None], v, 0.0)
-        scores = plt.dot(q_low, k_low.T) + plt.dot(q_high, k_high.T)
+        scores = plt.dot(q_low, k_low) + plt.dot(q_high, k_high)
         q_pos = start + t
         visible = (pos[None, :] <= q_pos[:, None]) & exists[None, :]
         if window is not None:
             visible &= q_pos[:, None] - pos[None, :] < window
+        v = jnp.where(exists[:, None], v, 0.0)
         return add_block(carry, jnp.where(visible, scores, -jnp.inf), v)
 
-    queries = new.queries(dtype)
+    def visit_old(i, carry):
+        row, pos, exists = source.locate(i, span, tile.block)
+        return attend(carry, cached(pl.ds(row, tile.block), exists), pos, exists)
+
+    def visit_last(i, carry):
+        row, pos, exists = source.locate(i, span, tile.block)
+        is_new = exists & (pos >= start)
+        # A ring's loads do not wait for the slot's length; its dead slots are dropped after.
+        live = None if isinstance(source, Ring) else exists & ~is_new
+        block = cached(pl.ds(row, tile.block), live)
+        has_new = jnp.max(is_new.astype(jnp.int32)) > 0
+        block = lax.cond(
+            has_new, lambda block: with_new(row, pos, is_new, block), lambda block: block, block
+        )
+        return attend(carry, block, pos, exists)
+
     carry = empty_carry(problem)
     if isinstance(source, Ring):
-        carry = visit(split, carry, queries, None)
+        carry = visit_last(split, carry)
     else:
-        carry = _visit_linear(
-            problem, span, split, carry, functools.partial(visit, queries=queries)
-        )
+        # Blocks before the new positions, then the one or two that hold them.
+        step, stop = problem.tile.splits, source.blocks(span, tile.block)[1]
+        first, num_old = _share(span, source, tile, split)
+        carry = lax.fori_loop(0, num_old, lambda n, c: visit_old(first + n * step, c), carry)
+        for n in range(2 if step == 1 else 1):
+            i = first + (num_old + n) * step
+            carry = lax.cond(i < stop, lambda c, i=i: visit_last(i, c), lambda c: c, carry)
     o, top, mass = *carry[:2], carry[2].sum(1)
     row = jnp.arange(tile.rows)
     live = (row < problem.num_rows)[:, None]
@@ -314,19 +322,9 @@ def _kernel(problem, eps, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref,
     mass_ref[...] = mass
 
 
-def _visit_linear(problem, span, split, carry, visit):
-    """The split's blocks of a linear cache: first those without new positions, then the last."""
-    (source,), block, splits = problem.sources, problem.tile.block, problem.tile.splits
-    first, stop = source.blocks(span, block)
-    first += lax.rem(split - lax.rem(first, splits) + splits, splits)
-    old_stop = jnp.minimum(stop, span.start // block)
-    num_old = pl.cdiv(jnp.maximum(old_stop - first, 0), splits)
-    num_all = pl.cdiv(jnp.maximum(stop - first, 0), splits)
-
-    def old(step, carry):
-        return visit(first + step * splits, carry, holds_new=False)
-
-    def last(step, carry):
-        return visit(first + step * splits, carry, holds_new=True)
-
-    return lax.fori_loop(num_old, num_all, last, lax.fori_loop(0, num_old, old, carry))
+def _share(span, source, tile, split):
+    """Of a split: its first block of a linear cache, and how many hold no new position."""
+    first, stop = source.blocks(span, tile.block)
+    first += lax.rem(split - lax.rem(first, tile.splits) + tile.splits, tile.splits)
+    old_stop = jnp.minimum(stop, span.start // tile.block)
+    return first, pl.cdiv(jnp.maximum(old_stop - first, 0), tile.splits)

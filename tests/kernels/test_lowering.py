@@ -1,12 +1,11 @@
 """Every kernel lowers for the GPUs it declares, on a machine without one, under its own name."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.kernels import bodies, cases
+from tests.kernels.lowering import lower
 
 DEVICES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
 NAMES = {
@@ -33,12 +32,7 @@ def _distinct():
 
 
 def _lower(case, device, impl="triton"):
-    kind = jax.sharding.AbstractDevice(device, None, "gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        traced = jax.jit(bodies.call(case, impl)).trace(*bodies.shapes(case))
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return lower(bodies.call(case, impl), bodies.shapes(case), device)
 
 
 @pytest.mark.parametrize(
