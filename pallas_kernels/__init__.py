@@ -5,6 +5,7 @@ Imports nothing of `carat_jax`; the engine calls these functions and knows nothi
 
 from pallas_kernels.append_attention import append_attention
 from pallas_kernels.expert_mlp import expert_mlp
+from pallas_kernels.expert_router import route_experts
 from pallas_kernels.grouped_attention import grouped_attention
 from pallas_kernels.per_head_attention import per_head_attention
 from pallas_kernels.prefill_attention import prefill_attention, prefill_ring_attention
@@ -22,4 +23,5 @@ __all__ = [
     "prefill_ring_attention",
     "residual_norm",
     "ring_attention",
+    "route_experts",
 ]

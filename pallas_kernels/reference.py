@@ -152,3 +152,17 @@ def append_attention(
     v_cache = v_cache.at[slot, :, place].set(v, mode="drop")
     attend = ring_attention if is_ring else grouped_attention
     return attend(q, k_cache, v_cache, starts, ends, window=window), k_cache, v_cache
+
+
+def route_experts(x, scale, proj, expert_scale, *, top_k, eps):
+    """Weights and ids [R,k] of the best experts by the scores proj @ (norm(x) * scale / sqrt(D)).
+
+    x [R,D], scale [D], proj [E,D], expert_scale [E]; of equal scores the lower id comes first.
+    """
+    x, scale, proj, expert_scale = (a.astype(jnp.float32) for a in (x, scale, proj, expert_scale))
+    normed = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    scores = jnp.einsum("rd,ed->re", normed * scale, proj, precision="highest")
+    probs = jax.nn.softmax(scores * x.shape[-1] ** -0.5)
+    order = jnp.argsort(-probs, axis=-1, stable=True)[:, :top_k]
+    best = jnp.take_along_axis(probs, order, -1)
+    return best / best.sum(-1, keepdims=True) * expert_scale[order], order.astype(jnp.int32)

@@ -16,7 +16,7 @@ NO_SWITCH = {
     "decode.draft_model": "names the drafter's weights",
     "decode.sample_drafts": "keeps the law of the output and not its ids; tests/decoding",
     "decode.simulate_acceptance": "a text that means nothing, to measure speed",
-    "moe.impl": "needs a mixture of experts; tests/model/test_moe.py",
+    "moe.impl": "needs a mixture of experts; tests/engine/test_mixture.py",
 }
 KEYS_TO_SWITCH = [k for k in KEYS if k.partition(".")[0] in SECTIONS and k not in NO_SWITCH]
 

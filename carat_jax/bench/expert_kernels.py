@@ -68,7 +68,7 @@ def _routed(records, fixed, x, layers, moved, ceiling):
     routers = [(random_params(specs, seed), *arrays[2:]) for seed, arrays in enumerate(layers)]
 
     def run(x, router, gate_up, down, impl="triton"):
-        weights, chosen = merge(graph, router)(x[None])
+        weights, chosen = merge(graph, router)(x[None], impl)
         return expert_products(x, weights[0], chosen[0], gate_up, down, impl)
 
     oracle = jax.jit(functools.partial(run, impl="dense"))(x, *routers[0])

@@ -305,7 +305,7 @@ class DecoderLayer(nnx.Module):
     def _mixture(self, x: Hidden, step: StepContext) -> Hidden:
         """The experts' part, from the residual `x`: the router sees it un-normed."""
         with jax.named_scope("experts"):
-            weights, chosen = self.router(x)
+            weights, chosen = self.router(x, step.options.experts)
             # Rows that hold no token choose nobody, so that nothing is read for them.
             is_token = jnp.arange(x.shape[1]) < step.num_valid[:, None]
             chosen = jnp.where(is_token[..., None], chosen, self.router.num_experts)

@@ -16,9 +16,11 @@ from jax.typing import DTypeLike
 
 from carat_jax.array_types import ExpertIds, ExpertWeights, Hidden
 from carat_jax.families import ModelConfig
-from carat_jax.model.params import TensorSource, matrix, param, vector
+from carat_jax.model.params import TensorSource, param, vector
 from carat_jax.numerics.experts import expert_mlp
 from carat_jax.numerics.layers import product, rms_norm
+from pallas_kernels import route_experts
+from pallas_kernels.tiles import FEW_ROWS
 
 
 class Router(nnx.Module):
@@ -28,22 +30,37 @@ class Router(nnx.Module):
         spec, prefix, width = config.layer(index), f"layers.{index}.router", config.hidden_size
         self.num_experts, self.top_k = spec.num_experts, spec.top_k_experts
         self.eps, self.factor = config.rms_norm_eps, width**-0.5
-        self.proj = matrix(f"{prefix}.proj.weight", width, spec.num_experts, ("embed", None), dtype)
+        shape = (spec.num_experts, width)
+        self.proj = param(
+            shape,
+            dtype,
+            axes=(None, "embed"),
+            fan_in=width,
+            tensors=(TensorSource(f"{prefix}.proj.weight", shape),),
+        )
         self.scale = vector(f"{prefix}.scale", width, dtype)
         self.per_expert_scale = vector(f"{prefix}.per_expert_scale", spec.num_experts, dtype)
 
-    def __call__(self, x: Hidden) -> tuple[ExpertWeights, ExpertIds]:
+    def __call__(self, x: Hidden, impl: str = "dense") -> tuple[ExpertWeights, ExpertIds]:
         """Weights, float32, and ids of each token's experts, the likeliest first.
 
-        Of experts with equal scores the one with the lower id comes first.
+        Of experts with equal scores the one with the lower id comes first. `impl` is that of the
+        experts: a few rows go through the kernel where theirs do.
         """
+        scale, proj = self.scale.get_value(), self.proj.get_value()
+        expert_scale = self.per_expert_scale.get_value()
+        if impl in ("triton", "interpret") and x.shape[0] * x.shape[1] <= FEW_ROWS:
+            routed = route_experts(
+                x.reshape(-1, x.shape[-1]), scale, proj, expert_scale,
+                top_k=self.top_k, eps=self.eps, impl=impl,
+            )  # fmt: skip
+            return tuple(found.reshape(*x.shape[:2], -1) for found in routed)
         normed = rms_norm(x.astype(jnp.float32), eps=self.eps)
-        normed *= self.scale.get_value().astype(jnp.float32) * self.factor
-        weight = self.proj.get_value().astype(jnp.float32)
-        top, chosen = lax.top_k(product("btd,de->bte", normed, weight), self.top_k)
+        normed *= scale.astype(jnp.float32) * self.factor
+        scores = product("btd,ed->bte", normed, proj.astype(jnp.float32))
+        top, chosen = lax.top_k(scores, self.top_k)
         # The k best of a softmax, renormalised, are the softmax of the k best scores.
-        scales = self.per_expert_scale.get_value().astype(jnp.float32)
-        return jax.nn.softmax(top) * scales[chosen], chosen
+        return jax.nn.softmax(top) * expert_scale.astype(jnp.float32)[chosen], chosen
 
 
 class Experts(nnx.Module):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import expert_mlp, tiles
+from pallas_kernels import expert_mlp, route_experts, tiles
 from pallas_kernels.tiles import ProductTile
 from tests.kernels.bodies import relative_error
 from tests.oracle import gelu_tanh
@@ -110,6 +110,25 @@ def test_float32_is_exact_to_rounding(impl):
         assert relative_error(np.asarray(expert_mlp(*arrays, impl=impl)), exact(*arrays)) < 2e-6
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 4, 33])
+def test_the_router_kernel_chooses_what_its_oracle_does(num_rows):
+    # given scores of about one, and two experts whose scores are equal
+    num_experts, hidden, _, top_k = SIZES
+    rng = np.random.default_rng(num_rows)
+    proj = rng.standard_normal((num_experts, hidden))
+    proj[3] = proj[num_experts - 2]
+    arrays = rng.standard_normal((num_rows, hidden)) * 9, rng.uniform(0.5, 1.5, hidden), proj
+    arrays = [jnp.asarray(a, jnp.bfloat16) for a in (*arrays, rng.uniform(0.5, 2, num_experts))]
+    route = functools.partial(route_experts, *arrays, top_k=top_k, eps=1e-6)
+    weights, chosen = map(np.asarray, route(impl=IMPL))
+    want, ids = map(np.asarray, route(impl="xla"))
+    assert chosen.dtype == np.int32
+    np.testing.assert_array_equal(chosen, ids)
+    np.testing.assert_allclose(weights, want, atol=2e-6)
+    np.testing.assert_array_equal(weights, np.asarray(route(impl=IMPL)[0]))
+
+
 def test_refusals_name_the_shape_and_the_limit():
     def refused(match, error=NotImplementedError, impl="triton", change=None, dtype=jnp.bfloat16):
         shapes = {"x": (2, 64), "weights": (2, 4), "chosen": (2, 4)}
@@ -152,7 +171,11 @@ def test_the_kernel_lowers_with_tiles_that_fit(num_rows, device):
         of((num_experts, 2, width, hidden), bf16),
         of((num_experts, hidden, width), bf16),
     )
+    vectors = of((hidden,), bf16), of((num_experts, hidden), bf16), of((num_experts,), bf16)
     with jax.sharding.use_abstract_mesh(mesh):
+        route = functools.partial(route_experts, top_k=top_k, eps=1e-6, impl="triton")
+        lowered = jax.jit(route).trace(arrays[0], *vectors).lower(lowering_platforms=("cuda",))
+        assert 'name = "carat_router_choice"' in lowered.as_text()
         traced = jax.jit(lambda *a: expert_mlp(*a, impl="triton")).trace(*arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for name, tile in zip(("gate_up", "down"), chosen, strict=True):

@@ -80,7 +80,7 @@ def expected_layer(config, weights, i):
         packed = tensor("experts.gate_up_proj")
         params["experts.gate_up_proj"] = np.stack(np.split(packed, 2, axis=1), axis=1)
         params["experts.down_proj"] = tensor("experts.down_proj")
-        params["router.proj"] = tensor("router.proj.weight").T
+        params["router.proj"] = tensor("router.proj.weight")
         for name in (
             *("router.scale", "router.per_expert_scale"),
             *("pre_feedforward_layernorm_2.weight", "post_feedforward_layernorm_1.weight"),

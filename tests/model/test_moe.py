@@ -41,13 +41,14 @@ def shares(weights, chosen):
     return dense
 
 
+@pytest.mark.parametrize("impl", ["dense", "interpret"])
 @pytest.mark.parametrize("dtype", [np.float32, bfloat16])
-def test_router_weights_are_float32_exact_in_either_dtype(dtype):
+def test_router_weights_are_float32_exact_in_either_dtype(dtype, impl):
     # given a residual of the model's type
     x = np.random.default_rng(0).normal(size=(1, 50, RAW["hidden_size"])).astype(dtype)
     x[..., 3] *= 6
     made, reference = router(dtype)
-    weights, chosen = made(jnp.asarray(x))
+    weights, chosen = made(jnp.asarray(x), impl)
     # then choice and weight are those of float64, though the residual was rounded to bfloat16
     reference.mixture(x[0].astype(np.float64), 0)
     assert reference.router_gap() > 1e-5
@@ -70,13 +71,16 @@ def test_weights_sum_to_one_before_the_scale_of_each_expert():
     np.testing.assert_allclose(weights, np.asarray(plain) * scale[np.asarray(chosen)], atol=1e-6)
 
 
-def test_of_equal_scores_the_lower_ids_are_chosen():
+@pytest.mark.parametrize("impl", ["dense", "interpret"])
+def test_of_equal_scores_the_lower_ids_are_chosen(impl):
     count, width = RAW["num_experts"], RAW["hidden_size"]
     row = np.random.default_rng(2).normal(size=width)
     proj = np.tile(row, (count, 1))
     proj[7] *= 0.5
     x = jnp.asarray(np.random.default_rng(3).normal(size=(1, 30, width)), jnp.float32)
-    weights, chosen = router(**{"proj.weight": proj, "per_expert_scale": np.ones(count)})[0](x)
+    weights, chosen = router(**{"proj.weight": proj, "per_expert_scale": np.ones(count)})[0](
+        x, impl
+    )
     # given scores that are all equal but expert 7's, which is nearer to zero
     is_positive = np.asarray(weights)[0].std(-1) < 1e-6
     assert 0 < is_positive.sum() < 30
