@@ -20,7 +20,12 @@ from carat_jax.config import (
 )
 from carat_jax.families import FAMILIES
 
-CONFIGS = sorted(Path(__file__).parents[1].glob("configs/**/*.yaml"))
+# Ablations are plans of their own kind, read by tests/bench.
+CONFIGS = sorted(
+    path
+    for path in Path(__file__).parents[1].glob("configs/**/*.yaml")
+    if path.parent.name != "ablations"
+)
 
 
 def values_of(settings) -> dict:
