@@ -232,7 +232,9 @@ def _read_plans(arguments: Sequence[str]) -> list[Plan]:
     check_can_draw()
     backend = "gpu" if jax.default_backend() == "gpu" else "cpu"
     numbers = {name: _FLAGS[name].value for name in _NUMBERS if _FLAGS[name].value is not None}
-    return [read_plan(path, _FLAGS.set, backend, numbers) for path in sorted(paths)]
+    plans = [read_plan(path, _FLAGS.set, backend, numbers) for path in sorted(paths)]
+    # Those that share a workload and a base follow each other, so that each base compiles once.
+    return sorted(plans, key=lambda plan: (repr(plan.workload), plan.base.key()))
 
 
 def main(arguments: Sequence[str]) -> int:
