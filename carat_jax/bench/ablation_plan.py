@@ -139,6 +139,8 @@ def _base(node: yaml.Node | None, path: Any, overrides: Sequence[str], load: Wor
             f"{path}: engine.max_context: {given['engine.max_context'][0]} does not hold "
             f"{load.prompt_tokens} prompt and {load.new_tokens} new tokens"
         )
+    # A prompt that is run again is prefilled again, unless that is what is asked about.
+    given.setdefault("engine.reuse_prefix", (False, "workload"))
     return Settings(given)
 
 

@@ -26,6 +26,7 @@ SWITCHES = {
     "single_operations": {"attention.fuse_rows": False},
     "ngram": {"decode.drafter": "ngram", "decode.draft_len": 4},
     "uniform_rows": {"decode.uniform_rows": 4},
+    "rounds_per_call": {"decode.rounds_per_call": 8},
 }
 
 
