@@ -41,9 +41,9 @@ flags.DEFINE_multi_string("set", [], "key=value of the base; repeatable.", **_ow
 flags.DEFINE_string("output", None, "Folder of the rows, tables and pictures.", **_own)
 flags.DEFINE_string("commit", None, "Commit of the code, where there is no git.", **_own)
 flags.DEFINE_boolean("help", False, "Print this.", **_own)
-_NUMBERS = ("prompt_tokens", "new_tokens", "rounds")
+_NUMBERS = ("prompt_tokens", "new_tokens", "rounds", "logprobs")
 for _name in _NUMBERS:
-    flags.DEFINE_integer(_name, None, f"Replaces {_name} of every file's workload.", 1, **_own)
+    flags.DEFINE_integer(_name, None, f"Replaces {_name} of every file's workload.", 0, **_own)
 
 # What must agree for a row to be the same measurement.
 _ENVIRONMENT = ("device", "driver", "jax", "python", "xla_flags", "commit")

@@ -110,7 +110,8 @@ def read_plan(
         parts[key] = node
     if not isinstance(parts.get("variants"), yaml.SequenceNode):
         raise ValueError(f"{path}: variants: must be a list of overrides, `- key: value`")
-    chosen = _workload(parts.get("workload"), path, backend) | workload
+    chosen = _workload(parts.get("workload"), path, backend)
+    chosen |= {key: _number(key, value, "workload") for key, value in workload.items()}
     base = _base(parts.get("base"), path, overrides, Workload(**chosen))
     tried = [item for node in parts["variants"].value for item in _grid(node, path)]
     names = _names(tried)
@@ -196,12 +197,17 @@ def _workload(node: yaml.Node | None, path: Any, backend: str) -> dict[str, int]
         for key, value in values.items():
             if key not in numbers:
                 raise unknown_key(key, value, f"{where}: {kind}", numbers)
-            try:
-                number = convert(int, value)
-            except ValueError as error:
-                raise ValueError(f"{where}: {kind}: {key}: {value!r} {error}") from None
-            if number < _LEAST[key]:
-                raise ValueError(f"{where}: {kind}: {key}: {number} is too few")
+            number = _number(key, value, f"{where}: {kind}")
             if kind == backend:
                 numbers[key] = number
     return numbers
+
+
+def _number(key: str, value: Any, where: str) -> int:
+    try:
+        number = convert(int, value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {key}: {value!r} {error}") from None
+    if number < _LEAST[key]:
+        raise ValueError(f"{where}: {key}: {number} is too few")
+    return number
