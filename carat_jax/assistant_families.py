@@ -16,7 +16,7 @@ from carat_jax.families import FAMILIES, LayerSpec, ModelConfig, from_hf
 
 # `LayerSpec.kv_owner` of an assistant's layers: no layer of its own has a negative index.
 LOCAL_KEYS, GLOBAL_KEYS = -2, -1
-_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,8 @@ def assistant_from_hf(config: Mapping[str, Any]) -> AssistantConfig:
     Raises:
       ValueError: it is not an assistant, a key is missing, or has a value that is not implemented.
     """
-    if (kind := config.get("model_type")) not in _MODEL_TYPES:
-        raise ValueError(f"config.json: model_type={kind!r} is not an assistant ({_MODEL_TYPES})")
+    if (kind := config.get("model_type")) not in MODEL_TYPES:
+        raise ValueError(f"config.json: model_type={kind!r} is not an assistant ({MODEL_TYPES})")
     text = config.get("text_config")
     required = ["backbone_hidden_size"]
     if config.get("use_ordered_embeddings"):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from carat_jax.families import FAMILIES
+from carat_jax.families import FAMILIES, is_size
 from carat_jax.setting_types import (
     REFUSED,
     Key,
@@ -159,14 +159,14 @@ class DecodeConfig(Section):
       drafter: Who proposes tokens: the MTP `assistant`, an `ngram` lookup, both `combined`, a
         smaller `model`, or `none`.
       draft_len: Tokens proposed per round; `auto` chooses, round by round, by measured acceptance
-        and measured time.
+        and measured time, and proposes none where none pays.
       draft_model: Folder or hub name of the assistant or of the smaller model; null is the
         assistant that belongs to the target.
       sample_drafts: Draw the drafts of an assistant or a model instead of taking the best, and
         accept them by the ratio of both laws: the law of the output is exact, its ids may differ
         from those of plain decoding.
       uniform_rows: Rows per slot that decode and verify share in one executable, so that greedy
-        output is bit for bit the same with and without drafts; 0 is off.
+        output is bit for bit the same with and without drafts; 0 is off. No prefix is then reused.
       rounds_per_call: Rounds that one call of an executable runs before the host looks at their
         tokens, which then arrive that many at a time: for models whose step on the device is
         shorter than the host's part of it.
@@ -231,7 +231,7 @@ class EngineConfig(Section):
 
 
 def _is_model_name(name: str) -> bool:
-    return bool(name) and (not name.startswith("random:") or name[7:] in RANDOM_MODELS)
+    return bool(name) and (not name.startswith("random:") or is_size(name[7:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,14 +239,16 @@ class Config(Section):
     """All settings of one engine.
 
     Attributes:
-      model: `tiny` (embedded), a folder, a hub name, or `random:SIZE` (seeded random weights).
+      model: `tiny` (embedded), a folder, a hub name, or `random:SIZE` (seeded random weights;
+        `random:SIZE/LAYERS` has its first layers alone, for machines that hold no more).
       dtype: Type of weights, activations and caches.
       sampling: Defaults of every request.
     """
 
     model: str = setting(
         "tiny",
-        f"a name, a folder or random:SIZE with SIZE one of {', '.join(RANDOM_MODELS)}",
+        f"a name, a folder or random:SIZE with SIZE one of {', '.join(RANDOM_MODELS)}; "
+        "random:SIZE/LAYERS must end with a global layer",
         _is_model_name,
     )
     dtype: Literal["bfloat16", "float32"] = setting("bfloat16")

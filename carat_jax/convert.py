@@ -1,7 +1,9 @@
 """`python -m carat_jax.convert SRC DST`: a published checkpoint, converted for fast loading.
 
-SRC is what `model:` takes: `tiny`, a folder, a hub name. DST must not exist, or be empty; it then
-loads like any other folder. Exit code 0 when done, 2 for bad input, with one message on stderr.
+SRC is what `model:` takes: `tiny`, a folder, a hub name; or an assistant's, for
+`decode.draft_model`. An assistant that lies in a folder of SRC is converted with it. DST must not
+exist, or be empty; it then loads like any other folder. Exit code 0 when done, 2 for bad input,
+with one message on stderr.
 """
 
 import sys
@@ -9,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
+from flax import nnx
 
 from carat_jax.model import checkpoint, store_orbax
+from carat_jax.model.assistant import ASSISTANT, Assistant, is_assistant, read_assistant_config
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.load_hf import load_hf, stored_dtype
 from carat_jax.model.params import split
@@ -36,15 +40,20 @@ def convert(source: str | Path, destination: str | Path, dtype: str | None = Non
     store_orbax.check_free(destination)
     if store_orbax.is_orbax(folder):
         raise ValueError(f"{folder}: is a converted checkpoint already")
-    config, _ = checkpoint.read_config(folder)
-    _, specs = split(Gemma4(config, dtype or stored_dtype(folder)))
-    params = load_hf(
-        folder,
-        specs,
-        is_tied=config.tie_word_embeddings,
-        allow_rounding=dtype is not None,
-    )
+    module, is_tied = _declare(folder, dtype)
+    params = load_hf(folder, split(module)[1], is_tied=is_tied, allow_rounding=dtype is not None)
     store_orbax.save(destination, params, folder)
+    if (folder / ASSISTANT).is_dir():
+        convert(folder / ASSISTANT, destination / ASSISTANT, dtype)
+
+
+def _declare(folder: Path, dtype: str | None) -> tuple[nnx.Module, bool]:
+    """The model or the assistant of a folder, and whether its head is the embedding."""
+    if is_assistant(folder):
+        config = read_assistant_config(folder)
+        return Assistant(config, None, dtype or stored_dtype(folder)), True
+    config, _ = checkpoint.read_config(folder)
+    return Gemma4(config, dtype or stored_dtype(folder)), config.tie_word_embeddings
 
 
 def main(argv: Sequence[str]) -> int:

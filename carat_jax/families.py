@@ -259,6 +259,33 @@ FAMILIES: dict[str, ModelConfig] = {
     ),
 }
 
+
+def named_size(name: str) -> ModelConfig:
+    """The model of a size's name: `31b`, or `31b/6` for its first six layers alone.
+
+    Raises:
+      ValueError: there is no such size, or no model of so many of its layers.
+    """
+    size, slash, count = name.partition("/")
+    if size not in FAMILIES:
+        raise ValueError(f"{size!r} is none of {', '.join(FAMILIES)}")
+    facts = FAMILIES[size]
+    if not slash:
+        return facts
+    if not count.isdecimal() or not 0 < int(count) <= facts.num_hidden_layers:
+        raise ValueError(f"{size} has 1 to {facts.num_hidden_layers} layers, not {count!r}")
+    kinds = facts.layer_types[: int(count)]
+    return dataclasses.replace(facts, num_hidden_layers=int(count), layer_types=kinds)
+
+
+def is_size(name: str) -> bool:
+    """Whether `named_size` knows the name."""
+    try:
+        return bool(named_size(name))
+    except ValueError:
+        return False
+
+
 # Keys of a text section that say something only training or multimodal input needs.
 _IGNORED = frozenset(
     "model_type architectures dtype torch_dtype initializer_range use_cache attention_dropout "

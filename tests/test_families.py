@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from carat_jax.families import FAMILIES, from_hf
+from carat_jax.families import FAMILIES, from_hf, named_size
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import num_bytes, split
 from tests.toys import CONFIGS, config_json, tensor_shapes
@@ -233,3 +233,19 @@ def test_unknown_key_is_said_once_and_known_ones_are_not(form, caplog):
         assert not caplog.records
         from_hf(config_json(CONFIGS["T4"] | {"sliding_windw": 9}, form))
     assert [record for record in caplog.records if "sliding_windw" in record.getMessage()]
+
+
+def test_a_size_can_be_cut_to_its_first_layers():
+    cut = named_size("31b/6")
+    assert cut.layers == FAMILIES["31b"].layers[:6]
+    assert [layer.is_sliding for layer in cut.layers] == [True] * 5 + [False]
+    assert named_size("31b") is FAMILIES["31b"]
+    for name, words in (
+        ("31b/7", "the last layer must be full_attention"),
+        ("31b/0", "has 1 to 60 layers, not '0'"),
+        ("31b/61", "not '61'"),
+        ("e2b/5", "num_kv_shared_layers=20"),
+        ("32b", "'32b' is none of"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            named_size(name)

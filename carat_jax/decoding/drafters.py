@@ -16,7 +16,13 @@ from flax import nnx
 
 from carat_jax.array_types import Array, Float, Int, Lengths, Slots, Tokens
 from carat_jax.cache.bank import CacheBank
-from carat_jax.decoding.sampling import DRAFT, drawing_logits, noise
+from carat_jax.decoding.sampling import (
+    DRAFT,
+    LogitsHook,
+    allowed_logits,
+    drawing_logits,
+    noise,
+)
 from carat_jax.decoding.state import DecodeState
 from carat_jax.model.assistant import draft, target_views
 from carat_jax.model.gemma4 import Gemma4
@@ -25,7 +31,9 @@ from carat_jax.numerics.options import ComputeOptions
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tokens", "num", "logits"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "num", "logits", "source"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Proposal:
@@ -35,11 +43,13 @@ class Proposal:
       tokens: `[B, M]`.
       num: how many of each slot's are real, the first ones, `[B]`.
       logits: the law each was drawn from, or None where each is a point mass.
+      source: whose each slot's are, an index into `sources` of the drafter; None is 0.
     """
 
     tokens: Int[Array, "B M"]
     num: Int[Array, "B"]
     logits: Float[Array, "B M V"] | None = None
+    source: Int[Array, "B"] | None = None
 
 
 @runtime_checkable
@@ -65,10 +75,19 @@ class Drafter(Protocol):
 
 def shortened(drafter: Drafter, num_drafts: int) -> Drafter:
     """The same drafter with another M; its parameters and state stay what they are."""
+    if num_drafts == 0 and isinstance(drafter, _Stateless):
+        return NoDrafter()
     if isinstance(drafter, CombinedDrafter):
         parts = (shortened(part, num_drafts) for part in (drafter.ngram, drafter.assistant))
         return CombinedDrafter(*parts)
     return dataclasses.replace(drafter, num_drafts=num_drafts)
+
+
+def sources(drafter: Drafter) -> tuple[str, ...]:
+    """Names of those whose tokens a drafter passes on: its own, unless it combines others."""
+    if isinstance(drafter, CombinedDrafter):
+        return drafter.ngram.name, drafter.assistant.name
+    return (drafter.name,)
 
 
 class _Stateless:
@@ -170,12 +189,14 @@ class AssistantDrafter(_Stateless):
       num_drafts: M.
       options: which implementations compute it.
       samples: draw the drafts, as the request draws its tokens, instead of taking the best.
+      hook: the user's function on the logits, which then changes those of the drafts as well.
     """
 
     graph: nnx.GraphDef
     num_drafts: int
     options: ComputeOptions
     samples: bool = False
+    hook: LogitsHook | None = None
     name: str = "assistant"
 
     def propose(
@@ -192,18 +213,25 @@ class AssistantDrafter(_Stateless):
             self.num_drafts,
             bias=state.sampling.bias,
             options=self.options,
-            choose=functools.partial(_draw_draft, state) if self.samples else None,
+            # The best token alone is found without scores of the whole vocabulary.
+            choose=functools.partial(_choose, self, state) if self.samples or self.hook else None,
         )
         num = jnp.full(state.tokens.shape, self.num_drafts)
         return Proposal(burst.tokens, num, burst.logits if self.samples else None), own
 
 
-def _draw_draft(
-    state: DecodeState, logits: Float[Array, "B V"], i: int
+def _choose(
+    drafter: "AssistantDrafter | ModelDrafter",
+    state: DecodeState,
+    logits: Float[Array, "B V"],
+    i: int,
 ) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
-    """Draws draft i of a burst from `logits` the way the request draws its tokens."""
-    law = drawing_logits(logits, state.sampling)
+    """Chooses draft i of a burst from `logits` the way the request chooses its tokens."""
     places = state.bank.lengths + 1 + i
+    law = allowed_logits(logits, state.sampling, places, drafter.hook)
+    if not drafter.samples:
+        return jnp.argmax(law, axis=-1).astype(jnp.int32), law
+    law = drawing_logits(law, state.sampling)
     drawn = jnp.argmax(law + noise(state.sampling, places, law.shape[-1], DRAFT), axis=-1)
     return drawn.astype(jnp.int32), law
 
@@ -230,7 +258,7 @@ class CombinedDrafter(_Stateless):
         # Half a match is worth less than a whole burst.
         has_match = looked_up.num == self.num_drafts
         tokens = jnp.where(has_match[:, None], looked_up.tokens, drafted.tokens)
-        return Proposal(tokens, drafted.num), own
+        return Proposal(tokens, drafted.num, source=jnp.where(has_match, 0, 1)), own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +273,7 @@ class ModelDrafter:
     num_drafts: int
     options: ComputeOptions
     samples: bool = False
+    hook: LogitsHook | None = None
     name: str = "model"
 
     def propose(
@@ -256,16 +285,12 @@ class ModelDrafter:
         rows = state.is_active.astype(jnp.int32)
         for i in range(self.num_drafts + 1):
             hidden, own = model(tokens[:, None], own, rows, options=self.options)
-            law = model.logits(hidden[:, 0]) + state.sampling.bias
-            if self.samples:
-                tokens, law = _draw_draft(state, law, i)
-            else:
-                tokens = jnp.argmax(law, axis=-1).astype(jnp.int32)
+            tokens, law = _choose(self, state, model.logits(hidden[:, 0]), i)
             drafted.append(tokens)
             laws.append(law)
         num = jnp.full(tokens.shape, self.num_drafts)
-        law = jnp.stack(laws[:-1], axis=1) if self.samples else None
-        return Proposal(jnp.stack(drafted[:-1], axis=1), num, law), own
+        law = jnp.stack(laws, axis=1)[:, :-1] if self.samples else None
+        return Proposal(jnp.stack(drafted, axis=1)[:, :-1], num, law), own
 
     def commit(self, own: CacheBank, lengths: Lengths) -> CacheBank:
         """Its caches cut to the target's length."""

@@ -41,7 +41,7 @@ from carat_jax.numerics.options import ComputeOptions
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "num", "num_drafts", "logprobs", "top_ids", "top_logprobs"],
+    data_fields=["tokens", "num", "num_drafts", "logprobs", "top_ids", "top_logprobs", "source"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Drawn:
       num: committed tokens.
       num_drafts: drafts that were verified.
       logprobs, top_ids, top_logprobs: None unless asked for.
+      source: whose drafts they were, see `Proposal`; None where none were.
     """
 
     tokens: Int[Array, "B rows"]
@@ -62,6 +63,7 @@ class Drawn:
     logprobs: Float[Array, "B rows"] | None
     top_ids: Int[Array, "B rows n"] | None
     top_logprobs: Float[Array, "B rows n"] | None
+    source: Int[Array, "B"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +202,9 @@ def build_steps(
             sampling=dataclasses.replace(state.sampling, seen=seen),
             draft=drafter.commit(state.draft, lengths),
         )
-        return state, dataclasses.replace(drawn, num=num, num_drafts=proposal.num)
+        source = jnp.zeros_like(num) if proposal.source is None else proposal.source
+        told = {"num": num, "num_drafts": proposal.num, "source": source}
+        return state, dataclasses.replace(drawn, **told)
 
     def rows_to_verify(state: DecodeState, proposal: Proposal) -> tuple[Tokens, Lengths]:
         num_valid = jnp.where(state.is_active, 1 + proposal.num, 0)

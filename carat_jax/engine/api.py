@@ -28,7 +28,7 @@ from carat_jax.engine.request import Delta, Request, Result, TokenInfo
 from carat_jax.engine.shapes import compute_options, size_text
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.engine.trace import Tracer, matching_names
-from carat_jax.families import FAMILIES, ModelConfig
+from carat_jax.families import ModelConfig, named_size
 from carat_jax.model import checkpoint
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import num_bytes, random_params, split
@@ -77,7 +77,7 @@ def load(
         if model is not None:
             settings["model"] = str(model)
         wanted = read_settings(keywords=settings)
-    return Engine(*_open(wanted), logits_hook)
+    return Engine(*_open(wanted, logits_hook), logits_hook)
 
 
 def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
@@ -88,7 +88,7 @@ def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
     name = settings.build().model
     if name.startswith("random:"):
         # Random weights have no vocabulary of their own: `tiny`'s ids drive a model of any size.
-        return checkpoint.TINY, FAMILIES[name.removeprefix("random:")], settings
+        return checkpoint.TINY, named_size(name.removeprefix("random:")), settings
     folder = checkpoint.find_checkpoint(name, with_weights=False)
     model, _ = checkpoint.read_config(folder)
     where = f"{folder / 'generation_config.json'}"
@@ -108,7 +108,11 @@ class Opened:
 
 
 def draw(
-    config: Config, model: ModelConfig, folder: Path, backend: str | None = None
+    config: Config,
+    model: ModelConfig,
+    folder: Path,
+    backend: str | None = None,
+    hook: LogitsHook | None = None,
 ) -> tuple[nnx.GraphDef, Blueprint]:
     """The model's graph and the engine's blueprint, all checked, from small files alone.
 
@@ -116,17 +120,18 @@ def draw(
       config: all settings.
       model, folder: from `locate`.
       backend: "gpu" or "cpu" if it is not to run on this machine.
+      hook: the user's function on the logits.
 
     Raises:
       ValueError: the drafter or the caches are not possible.
     """
     backend = backend or jax.default_backend()
-    drafting = open_drafter(config, model, folder, compute_options(config, backend))
+    drafting = open_drafter(config, model, folder, compute_options(config, backend), hook)
     graph, specs = split(Gemma4(model, jnp.dtype(config.dtype)))
     return graph, Blueprint(config, model, specs, drafting, backend)
 
 
-def _open(settings: Settings) -> tuple[Settings, Opened, Drafting]:
+def _open(settings: Settings, hook: LogitsHook | None) -> tuple[Settings, Opened, Drafting]:
     """Finds and reads what `settings.model` names; its weights last, after all else is checked."""
     folder, model, settings = locate(settings)
     config = settings.build()
@@ -136,7 +141,7 @@ def _open(settings: Settings) -> tuple[Settings, Opened, Drafting]:
             f"{folder}: tokenizer.json has {tokenizer.vocab_size} tokens, "
             f"the model's vocabulary is {model.vocab_size}"
         )
-    graph, plan = draw(config, model, folder)
+    graph, plan = draw(config, model, folder, hook=hook)
     plan.check_fits(device_limit())
     drafting, specs = plan.drafting.loaded(), plan.specs
     if config.model.startswith("random:"):
@@ -181,7 +186,7 @@ class Engine:
                 raise ValueError(f"variant: {key} needs other weights; use load")
         given = {**self.settings.given, **changed}
         chosen, opened = dataclasses.replace(self.settings, given=given), self._opened
-        _, plan = draw(chosen.build(), opened.model, opened.folder)
+        _, plan = draw(chosen.build(), opened.model, opened.folder, hook=self._hook)
         plan.check_fits(device_limit(), held=num_bytes(plan.specs))
         return Engine(chosen, opened, plan.drafting.loaded(), self._hook)
 

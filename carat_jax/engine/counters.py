@@ -12,19 +12,25 @@ class Acceptance:
       num_places: draft places of a round, M.
       slot_rounds: rounds, summed over the slots that took part.
       drafted, accepted: drafts verified, and of those the ones that stood, by place in the round.
+      by_drafter: the sums of both for everyone whose drafts were verified.
     """
 
     num_places: int = 0
     slot_rounds: int = 0
     drafted: list[int] = dataclasses.field(init=False)
     accepted: list[int] = dataclasses.field(init=False)
+    by_drafter: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         self.drafted, self.accepted = [0] * self.num_places, [0] * self.num_places
 
-    def count(self, num_accepted: int, num_drafts: int) -> None:
-        """Adds one slot's round."""
+    def count(self, num_accepted: int, num_drafts: int, drafter: str) -> None:
+        """Adds one slot's round, whose drafts were those of `drafter`."""
         self.slot_rounds += 1
+        if num_drafts:
+            sums = self.by_drafter.setdefault(drafter, {"drafted": 0, "accepted": 0})
+            sums["drafted"] += num_drafts
+            sums["accepted"] += num_accepted
         for place in range(num_drafts):
             self.drafted[place] += 1
             self.accepted[place] += place < num_accepted

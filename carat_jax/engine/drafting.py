@@ -22,10 +22,11 @@ from carat_jax.decoding.drafters import (
     NgramDrafter,
     NoDrafter,
 )
+from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.engine.draft_length import CHOICES
 from carat_jax.families import ModelConfig
 from carat_jax.model import checkpoint
-from carat_jax.model.assistant import Assistant, declare_assistant, load_assistant
+from carat_jax.model.assistant import ASSISTANT, Assistant, declare_assistant, load_assistant
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import random_params, split
 from carat_jax.numerics.options import ComputeOptions
@@ -64,7 +65,11 @@ def longest_draft(config: Config) -> int:
 
 
 def open_drafter(
-    config: Config, target: ModelConfig, target_folder: Path | None, options: ComputeOptions
+    config: Config,
+    target: ModelConfig,
+    target_folder: Path | None,
+    options: ComputeOptions,
+    hook: LogitsHook | None = None,
 ) -> Drafting:
     """Makes the drafter that `config.decode` names, without its weights.
 
@@ -73,6 +78,7 @@ def open_drafter(
       target: the model it drafts for.
       target_folder: that model's folder; None for random weights.
       options: which implementations compute it.
+      hook: the user's function on the logits.
 
     Raises:
       ValueError: there is no such drafter, or it does not fit the target.
@@ -99,9 +105,9 @@ def open_drafter(
     if kind == "ngram":
         return Drafting(NgramDrafter(num_drafts))
     if kind == "model":
-        return _open_model(config, target, options)
+        return _open_model(config, target, options, hook)
     graph, specs, read = _open_assistant(config, target, target_folder, dtype)
-    drafter = AssistantDrafter(graph, num_drafts, options, config.decode.sample_drafts)
+    drafter = AssistantDrafter(graph, num_drafts, options, config.decode.sample_drafts, hook)
     if kind == "combined":
         drafter = CombinedDrafter(NgramDrafter(num_drafts), drafter)
     return Drafting(drafter, specs=specs, read=read)
@@ -115,7 +121,7 @@ def _open_assistant(
     if name is None and config.model.startswith(_RANDOM):
         name = config.model
     if name is not None and name.startswith(_RANDOM):
-        size = name.removeprefix(_RANDOM)
+        size = name.removeprefix(_RANDOM).partition("/")[0]
         if size not in ASSISTANTS:
             raise ValueError(
                 f"decode.draft_model: no assistant of size {size!r}; "
@@ -123,7 +129,7 @@ def _open_assistant(
             )
         graph, specs = split(Assistant(ASSISTANTS[size], target, dtype))
         return graph, specs, lambda: random_params(specs, _SEED)
-    if name is None and (inside := target_folder / "assistant").is_dir():
+    if name is None and (inside := target_folder / ASSISTANT).is_dir():
         name = str(inside)
     if name is None and (Path(config.model).exists() or "/" not in config.model):
         raise ValueError(
@@ -140,7 +146,9 @@ def _open_assistant(
     return *declare_assistant(folder, target, dtype), read
 
 
-def _open_model(config: Config, target: ModelConfig, options: ComputeOptions) -> Drafting:
+def _open_model(
+    config: Config, target: ModelConfig, options: ComputeOptions, hook: LogitsHook | None
+) -> Drafting:
     name = config.decode.draft_model
     if name is None:
         raise ValueError(
@@ -157,5 +165,6 @@ def _open_model(config: Config, target: ModelConfig, options: ComputeOptions) ->
     def read() -> Any:
         return checkpoint.load_params(checkpoint.find_checkpoint(name), specs)
 
-    drafter = ModelDrafter(graph, longest_draft(config), options, config.decode.sample_drafts)
+    samples = config.decode.sample_drafts
+    drafter = ModelDrafter(graph, longest_draft(config), options, samples, hook)
     return Drafting(drafter, specs=specs, read=read, model=facts)

@@ -27,7 +27,7 @@ from flax import nnx
 
 from carat_jax.cache.bank import CacheBank
 from carat_jax.config import Config, SamplingParams, sampling_from
-from carat_jax.decoding.drafters import NoDrafter, shortened
+from carat_jax.decoding.drafters import NoDrafter, shortened, sources
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.decoding.state import DecodeState
 from carat_jax.decoding.steps import Drawn, SamplerKind, StepOptions, Steps, build_steps
@@ -48,7 +48,13 @@ from carat_jax.engine.memory import new_state
 from carat_jax.engine.prefixes import NOTHING, Held, Reuse
 from carat_jax.engine.request import Request, Sample, TokenInfo
 from carat_jax.engine.scheduler import Admission, Chunk, Scheduler
-from carat_jax.engine.shapes import compute_options, key_rungs, max_context, verify_rows
+from carat_jax.engine.shapes import (
+    compute_options,
+    key_rungs,
+    max_context,
+    reuses_prefix,
+    verify_rows,
+)
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import ModelConfig
 from carat_jax.numerics.padding import padded_keys
@@ -112,6 +118,7 @@ class EngineLoop:
         self.max_context = max_context(config, model)
         self.rungs = key_rungs(config, self.max_context)
         self.drafter, self._drafting = drafting.drafter, drafting
+        self._sources = sources(self.drafter)
         self._params = {"target": params, "draft": drafting.params}
         num_top = min(MAX_TOP_LOGPROBS, model.vocab_size)
         self.limits = Limits(model.vocab_size, self.max_context, num_top)
@@ -142,7 +149,7 @@ class EngineLoop:
             config.engine.max_queue,
             config.engine.prefill_chunks,
             config.engine.prefill_budget or config.engine.prefill_chunks[-1],
-            _reuse(self._state) if config.engine.reuse_prefix else None,
+            _reuse(self._state) if reuses_prefix(config) else None,
         )
         self._cache_bytes = sum(x.nbytes for x in jax.tree.leaves(self._state.bank.layers))
         self.counters = Counters(Acceptance(self.drafter.num_drafts))
@@ -288,14 +295,15 @@ class EngineLoop:
         for drawn in rounds:
             for row, sample in flight.samples.items():
                 if flight.num_rounds:
-                    self._count_round(sample, int(drawn.num[row]), int(drawn.num_drafts[row]))
+                    counts = int(drawn.num[row]), int(drawn.num_drafts[row])
+                    self._count_round(sample, *counts, self._sources[drawn.source[row]])
                 before = len(sample.ids)
                 for i in range(drawn.num[row]):
                     if not sample.is_finished:
                         push(sample, drawn, row, i)
                 self.counters.generated_tokens += len(sample.ids) - before
 
-    def _count_round(self, sample: Sample, num: int, num_drafts: int) -> None:
+    def _count_round(self, sample: Sample, num: int, num_drafts: int, drafter: str) -> None:
         """Takes note of what a round did to a sample's slot; 0 tokens if it had stopped there."""
         if num:
             sample.furthest = max(sample.furthest, sample.length + self.drafter.num_drafts + 1)
@@ -303,7 +311,7 @@ class EngineLoop:
         if num and not sample.is_finished:
             sample.num_dispatched += num - 1
             for acceptance in (self.counters.acceptance, sample.request.acceptance):
-                acceptance.count(num - 1, num_drafts)
+                acceptance.count(num - 1, num_drafts, drafter)
             self._length.observe_drafts(num - 1, num_drafts)
 
     def _release_finished(self) -> None:

@@ -66,6 +66,15 @@ def verify_rows(config: Config, num_drafts: int) -> int:
     return max(num_drafts + 1, config.decode.uniform_rows)
 
 
+def reuses_prefix(config: Config) -> bool:
+    """Whether slots are continued from.
+
+    Not with `uniform_rows`: rows that were decoded and rows that were prefilled differ in their
+    last bits, and which of them a prompt finds in a slot depends on when others ended.
+    """
+    return config.engine.reuse_prefix and not config.decode.uniform_rows
+
+
 def ring_rows(config: Config, num_drafts: int) -> int:
     """Rows a ring holds beyond its window, for a drafter of `num_drafts`: see `cache.ring`.
 
@@ -75,7 +84,7 @@ def ring_rows(config: Config, num_drafts: int) -> int:
     """
     num_rows = verify_rows(config, num_drafts)
     past_a_stop = 2 * config.decode.rounds_per_call * (num_drafts + 1)
-    return max(num_rows, past_a_stop) if config.engine.reuse_prefix else num_rows
+    return max(num_rows, past_a_stop) if reuses_prefix(config) else num_rows
 
 
 def size_text(num_bytes: int) -> str:

@@ -28,12 +28,14 @@ from carat_jax.array_types import Array, Float, Int, Lengths, Slots
 from carat_jax.assistant_families import (
     GLOBAL_KEYS,
     LOCAL_KEYS,
+    MODEL_TYPES,
     AssistantConfig,
     assistant_from_hf,
     last_owners,
 )
 from carat_jax.cache.bank import CacheBank
 from carat_jax.families import ModelConfig
+from carat_jax.model.checkpoint import load_params
 from carat_jax.model.decoder_layer import (
     DecoderLayer,
     RMSNorm,
@@ -43,13 +45,15 @@ from carat_jax.model.decoder_layer import (
 )
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.json_file import read_json
-from carat_jax.model.load_hf import Placement, load_hf
+from carat_jax.model.load_hf import Placement
 from carat_jax.model.params import TensorSource, matrix, param, split
 from carat_jax.model.taps import NO_TAPS
 from carat_jax.numerics.attention import KeyView, RotatedView
 from carat_jax.numerics.layers import embed, linear, precision, rope_tables, tied_head
 from carat_jax.numerics.options import PLAIN, ComputeOptions
 
+# Folder of an assistant inside that of its target.
+ASSISTANT = "assistant"
 # Chooses draft i of a burst from its logits: tokens, and the log-law they were drawn from.
 Choice = Callable[[Float[Array, "B V"], int], tuple[Int[Array, "B"], Float[Array, "B V"]]]
 # What an assistant reads, by `LayerSpec.kv_owner` of its layers.
@@ -93,15 +97,16 @@ class Assistant(nnx.Module):
 
     Args:
       config: the assistant's facts.
-      target: those of the model it drafts for.
+      target: those of the model it drafts for; None where none is there to be drafted for.
       dtype: storage and activation type, the target's.
 
     Raises:
       ValueError: the assistant does not fit the target.
     """
 
-    def __init__(self, config: AssistantConfig, target: ModelConfig, dtype: jnp.dtype):
-        config.check_fits(target)
+    def __init__(self, config: AssistantConfig, target: ModelConfig | None, dtype: jnp.dtype):
+        if target is not None:
+            config.check_fits(target)
         self.config = config
         width, backbone = config.hidden_size, config.backbone_hidden_size
         # The table is the output head; tokens come in through the target's.
@@ -260,7 +265,8 @@ def draft(
       hidden: the target's final-normed state that produced it.
       positions: index of that token, the number of positions in the caches.
       num_drafts: M.
-      bias: added to the scores before the choice; -inf keeps a token from being drafted.
+      bias: added to the scores before the choice of the best one; -inf keeps a token from being
+        drafted.
       options: which implementations compute it.
       choose: from the logits `[B, V]` of draft i, its tokens and the log-law they were drawn from.
     """
@@ -274,10 +280,16 @@ def draft(
         if choose is None:
             tokens = assistant.draft_token(y, bias)
         else:
-            tokens, law = choose(law if bias is None else law + bias, i)
+            tokens, law = choose(law, i)
         drafted.append(tokens)
         logits.append(law)
     return Burst(jnp.stack(drafted, axis=1), jnp.stack(logits, axis=1))
+
+
+def is_assistant(folder: Path) -> bool:
+    """Whether the config.json of a folder says that it holds an assistant."""
+    path = Path(folder) / "config.json"
+    return path.is_file() and read_json(path).get("model_type") in MODEL_TYPES
 
 
 def read_assistant_config(folder: Path) -> AssistantConfig:
@@ -316,14 +328,17 @@ def declare_assistant(
 def load_assistant(
     folder: Path, target: ModelConfig, dtype: jnp.dtype, *, placement: Placement | None = None
 ) -> tuple[nnx.GraphDef, dict[str, Any]]:
-    """The assistant in `folder`, checked against its target: graph and parameters.
+    """The assistant in `folder`, published or converted, checked against its target.
+
+    Returns:
+      Its graph and parameters.
 
     Raises:
       ValueError: it does not fit the target, or its files are not exactly an assistant's.
     """
     graph, specs = declare_assistant(folder, target, dtype)
     config = read_assistant_config(folder)
-    params = load_hf(folder, specs, placement=placement)
+    params = load_params(folder, specs, is_tied=True, placement=placement)
     if config.use_ordered_embeddings:
         ordering = np.asarray(params["masked_embedding"]["token_ordering"])
         held = np.unique(ordering[(ordering >= 0) & (ordering < config.vocab_size)]).size

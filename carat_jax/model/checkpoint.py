@@ -114,13 +114,18 @@ def check_headers(folder: Path, specs: Mapping[str, Any]) -> None:
 
 
 def load_params(
-    folder: Path, specs: Mapping[str, Any], *, placement: Placement | None = None
+    folder: Path,
+    specs: Mapping[str, Any],
+    *,
+    is_tied: bool | None = None,
+    placement: Placement | None = None,
 ) -> dict[str, Any]:
     """Weights shaped like `specs`, from a published checkpoint or from a converted one.
 
     Args:
       folder: what `find_checkpoint` gave.
       specs: nested dict of `ParamSpec`; their dtype is the type in memory.
+      is_tied: whether the head is the embedding; None is what the model's config.json says.
       placement: where each parameter goes; the default device where absent.
 
     Raises:
@@ -128,5 +133,6 @@ def load_params(
     """
     if store_orbax.is_orbax(folder):
         return store_orbax.restore(folder, specs, placement=placement)
-    is_tied = read_config(folder)[0].tie_word_embeddings
+    if is_tied is None:
+        is_tied = read_config(folder)[0].tie_word_embeddings
     return load_hf(folder, specs, is_tied=is_tied, placement=placement)
