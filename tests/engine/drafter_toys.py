@@ -7,6 +7,7 @@ weights, so that about half of its drafts do.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from carat_jax.decoding.drafters import (
     sources,
 )
 from carat_jax.engine import engine as engine_module
+from carat_jax.engine.draft_length import DraftLength
 from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.engine import EngineLoop
 from carat_jax.model.assistant import Assistant
@@ -165,23 +167,16 @@ def make_loop(made: Drafting, num_slots: int, hook, **settings) -> EngineLoop:
     )  # fmt: skip
 
 
-@dataclasses.dataclass
-class Lengths:
+class Lengths(DraftLength):
     """In the place of a chosen draft length: these lengths in turn, whatever they cost."""
 
-    lengths: Sequence[int]
-    _rounds: int = 0
+    def __init__(self, lengths: Sequence[int]):
+        super().__init__((max(lengths),))
+        self._turn = itertools.cycle(lengths)
 
     def choose(self, most: int) -> int:
         """The next of them."""
-        self._rounds += 1
-        return self.lengths[self._rounds % len(self.lengths)]
-
-    def observe_drafts(self, num_accepted: int, num_drafts: int) -> None:
-        """Not of interest."""
-
-    def observe_cost(self, length: int, seconds: float) -> None:
-        """Not of interest."""
+        return next(self._turn)
 
 
 @dataclasses.dataclass(frozen=True)
