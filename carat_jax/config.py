@@ -4,7 +4,7 @@ Settings are nested frozen dataclasses that check themselves, so a `Config` that
 can be a key or a static argument. `read_settings` gathers values from a YAML file, `key=value`
 overrides and Python keywords, and checks them before anything is loaded; the checkpoint's own
 sampling defaults are merged below them afterwards. What a model *is* (its sizes) is read from its
-checkpoint and is never a setting. Imports `families` and `setting_types` alone.
+checkpoint and is never a setting.
 """
 
 import dataclasses
@@ -13,17 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from carat_jax.families import FAMILIES, is_size
+from carat_jax.setting_sources import from_file, from_keywords, from_override
 from carat_jax.setting_types import (
     REFUSED,
     Key,
-    Plain,
     Section,
-    compose,
-    from_node,
-    is_null,
     setting,
     to_bool,
     unknown_key,
@@ -31,8 +26,6 @@ from carat_jax.setting_types import (
 )
 
 RANDOM_MODELS = tuple(FAMILIES)
-
-
 _INT32_MAX = 2**31 - 1  # what the steps on the device count in
 
 
@@ -42,6 +35,10 @@ def _between(low: float, high: float, default: float | None, null: Any = REFUSED
 
 def _count(low: int, default: int | None, null: Any = REFUSED) -> Any:
     return _between(low, _INT32_MAX, default, null)
+
+
+def _is_off_or_path(name: str) -> bool:
+    return name == "off" or "/" in name
 
 
 def _are_ids(ids: Iterable[int]) -> bool:
@@ -207,6 +204,8 @@ class EngineConfig(Section):
       reuse_prefix: Whether a prompt that begins with what a free slot still holds, such as the next
         turn of a conversation, continues from there.
       max_queue: Samples that may wait for a slot; more are refused.
+      compile_cache: Folder of compiled steps, kept for later starts; null is `carat_jax/xla` in
+        $XDG_CACHE_HOME or ~/.cache. `off` keeps none. JAX_COMPILATION_CACHE_DIR goes before it.
     """
 
     PREFIX = "engine."
@@ -220,6 +219,7 @@ class EngineConfig(Section):
     prefill_budget: int | None = _count(1, None)
     reuse_prefix: bool = setting(True)
     max_queue: int = _count(0, 256)
+    compile_cache: str | None = setting(None, "off, or a path with a /", _is_off_or_path)
 
     def __post_init__(self):
         super().__post_init__()
@@ -291,63 +291,6 @@ def sampling_from(base: SamplingParams, where: str = "", /, **overrides: Any) ->
             raise unknown_key(name, overrides[name], where, keys)
     checked = {name: keys[name].check(value, where) for name, value in overrides.items()}
     return dataclasses.replace(base, **checked)
-
-
-# ---- sources ---------------------------------------------------------------------------------
-
-
-def _from_mapping(node: yaml.MappingNode, name: str, prefix: str, seen: dict) -> Iterator[tuple]:
-    """(key, value, where) of every value in a YAML mapping, sections opened."""
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        where = f"{name}:{line}"
-        key = f"{prefix}{from_node(key_node, where)}"
-        if key in seen:
-            raise ValueError(f"{where}: {key} is given twice, first in line {seen[key]}")
-        seen[key] = line
-        if key in _SECTIONS and isinstance(value_node, yaml.MappingNode):
-            yield from _from_mapping(value_node, name, f"{key}.", seen)
-        elif key not in _SECTIONS or not is_null(from_node(value_node, where)):
-            yield key, from_node(value_node, where), where
-
-
-def _from_file(path: str | Path) -> Iterator[tuple]:
-    try:
-        root = compose(Path(path).read_text(encoding="utf-8-sig"), str(path))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: is not UTF-8 text") from None
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        raise ValueError(f"{path}:1: must hold `key: value` lines")
-    yield from _from_mapping(root, str(path), "", {})
-
-
-def _from_override(text: str) -> tuple:
-    """`key=value`: lists, maps and quoted text as in YAML, anything else is one plain scalar."""
-    key, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or not key:
-        raise ValueError(f"--set: {text!r} is not key=value")
-    if value[:1] not in ("[", "{", '"', "'"):
-        return key, Plain(value), "--set"
-    where = f"--set: {key}"
-    return key, from_node(compose(value, where), where), "--set"
-
-
-def _from_keywords(values: Mapping, prefix: str = "") -> Iterator[tuple]:
-    """Python values, `{"sampling": {"top_k": 5}}` or `{"sampling.top_k": 5}`, or whole sections."""
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Section):
-            if type(value) is not _SECTIONS.get(key):
-                raise ValueError(f"keyword: {key}: {value!r} does not belong here")
-            value = dataclasses.asdict(value)
-        if key in _SECTIONS and isinstance(value, Mapping):
-            yield from _from_keywords(value, f"{key}.")
-        else:
-            yield key, value, "keyword"
 
 
 # ---- precedence ------------------------------------------------------------------------------
@@ -436,9 +379,9 @@ def read_settings(
         values = {name: functools.reduce(getattr, name.split("."), base) for name in KEYS}
         sources = [(name, value, "Config") for name, value in values.items()]
     else:
-        sources = [] if base is None else list(_from_file(base))
-    sources += [_from_override(text) for text in overrides]
-    sources += _from_keywords(keywords or {})
+        sources = [] if base is None else list(from_file(base, _SECTIONS))
+    sources += [from_override(text) for text in overrides]
+    sources += from_keywords(keywords or {}, _SECTIONS)
     given = {}
     for name, value, where in sources:
         if name in _SECTIONS:

@@ -106,6 +106,7 @@ class Run:
         # Only now: no refusal leaves an empty file behind.
         if self._sink is None and self._new_sink is not None:
             self._sink = self._new_sink()
+        self._engine.loop.compile_ahead((ids, params) for ids, params, _ in work)
         running: dict[int, Request] = {}
         results: dict[int, Any] = {}
         bar = tqdm(total=len(jobs), unit="prompt", disable=self._stream or None, leave=False)

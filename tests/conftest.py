@@ -13,6 +13,8 @@ from jaxtyping import install_import_hook
 
 import tests.typecheck  # noqa: F401  (the hook finds its checker among what is imported)
 
+# Tests write to nobody's cache folder; those of the cache turn it on in processes of their own.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 if not os.environ.get("CARAT_TEST_GPU"):
     os.environ["JAX_PLATFORMS"] = "cpu"
     two_devices = "--xla_force_host_platform_device_count=2"

@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    "config": 0, "setting_types": 0, "families": 0, "assistant_families": 0, "array_types": 0,
+    "config": 0, "setting_types": 0, "setting_sources": 0,
+    "families": 0, "assistant_families": 0, "array_types": 0,
     "numerics": 1,
     "cache": 2,
     "model": 3,

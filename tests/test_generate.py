@@ -65,6 +65,10 @@ class ScriptedLoop:
         self.requests.append(request)
         return request
 
+    def compile_ahead(self, requests):
+        assert self.is_idle  # before anything runs
+        self.compiled_for = [(len(ids), params.max_tokens) for ids, params in requests]
+
     def step(self):
         self.num_steps += 1
         if self.num_steps == self.interrupt_at:
@@ -130,6 +134,7 @@ def test_only_the_text_goes_to_stdout(run):
     code, out, err, loop = run("--prompt", "the", answers={"the": " thought"})
     assert (code, out) == (0, " thought\n")
     assert loop.prompts == ["the"]
+    assert loop.compiled_for == [(2, 256)]
     assert "1 prompt, " in err
     assert "sampling.top_k=64" in err
 

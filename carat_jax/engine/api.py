@@ -7,6 +7,7 @@ print(engine.generate("Once upon a time", max_tokens=60).text)
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
 from carat_jax.decoding.drafters import NoDrafter
 from carat_jax.decoding.sampling import LogitsHook
+from carat_jax.engine.compile_cache import use_compile_cache
 from carat_jax.engine.drafting import Drafting, open_drafter
 from carat_jax.engine.engine import EngineLoop
 from carat_jax.engine.feeding import Work, feed, raise_errors
@@ -98,13 +100,17 @@ def locate(settings: Settings) -> tuple[Path, ModelConfig, Settings]:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A model with its weights: what engines of different settings can share."""
+    """A model with its weights: what engines of different settings can share.
+
+    `seconds` says how long each part of opening it took.
+    """
 
     folder: Path
     model: ModelConfig
     graph: nnx.GraphDef
     params: Any
     tokenizer: Tokenizer
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def draw(
@@ -133,8 +139,10 @@ def draw(
 
 def _open(settings: Settings, hook: LogitsHook | None) -> tuple[Settings, Opened, Drafting]:
     """Finds and reads what `settings.model` names; its weights last, after all else is checked."""
+    started = time.monotonic()
     folder, model, settings = locate(settings)
     config = settings.build()
+    use_compile_cache(config.engine.compile_cache)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
@@ -143,12 +151,14 @@ def _open(settings: Settings, hook: LogitsHook | None) -> tuple[Settings, Opened
         )
     graph, plan = draw(config, model, folder, hook=hook)
     plan.check_fits(device_limit())
+    planned = time.monotonic()
     drafting, specs = plan.drafting.loaded(), plan.specs
     if config.model.startswith("random:"):
         params = random_params(specs, _RANDOM_SEED)
     else:
         params = checkpoint.load_params(checkpoint.find_checkpoint(config.model), specs)
-    return settings, Opened(folder, model, graph, params, tokenizer), drafting
+    seconds = {"plan": planned - started, "weights": time.monotonic() - planned}
+    return settings, Opened(folder, model, graph, params, tokenizer, seconds), drafting
 
 
 class Engine:
@@ -186,7 +196,9 @@ class Engine:
                 raise ValueError(f"variant: {key} needs other weights; use load")
         given = {**self.settings.given, **changed}
         chosen, opened = dataclasses.replace(self.settings, given=given), self._opened
-        _, plan = draw(chosen.build(), opened.model, opened.folder, hook=self._hook)
+        config = chosen.build()
+        use_compile_cache(config.engine.compile_cache)
+        _, plan = draw(config, opened.model, opened.folder, hook=self._hook)
         plan.check_fits(device_limit(), held=num_bytes(plan.specs))
         return Engine(chosen, opened, plan.drafting.loaded(), self._hook)
 
@@ -335,8 +347,8 @@ class Engine:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, sizes in bytes, compilations."""
-        return self.loop.stats()
+        """Counters since the start, sizes in bytes, compilations, seconds that loading took."""
+        return {**self.loop.stats(), "load_seconds": dict(self._opened.seconds)}
 
     def _params(self, sampling: SamplingParams | None, overrides: Mapping) -> SamplingParams:
         if not isinstance(sampling, SamplingParams | None):

@@ -5,21 +5,39 @@ stands still. The count comes from JAX's own monitoring events and so includes s
 operations, which compile too.
 """
 
+import threading
+
 import jax
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
-_total = 0
+_EVENT, _HIT = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
+# Steps compile on several threads.
+_lock = threading.Lock()
+_total = _hits = 0
 
 
 def _count(event: str, duration: float, **_: object) -> None:
     global _total
     if event == _EVENT:
-        _total += 1
+        with _lock:
+            _total += 1
+
+
+def _count_hit(event: str, **_: object) -> None:
+    global _hits
+    if event == _HIT:
+        with _lock:
+            _hits += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_count)
+jax.monitoring.register_event_listener(_count_hit)
 
 
 def num_compilations() -> int:
     """Compilations in this process since the package was imported."""
     return _total
+
+
+def num_cache_hits() -> int:
+    """How many of them were read from the persistent cache."""
+    return _hits

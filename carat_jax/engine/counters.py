@@ -49,6 +49,7 @@ class Counters:
     those of prompts that a slot held already. `restarts` are the times the device state was lost
     and built anew. Of the time spent in steps, `wait_seconds` went by waiting for the device and
     `host_seconds` are Python's own: per round they must stay below what the round takes.
+    `compile_seconds` were spent compiling ahead of all steps.
     """
 
     acceptance: Acceptance
@@ -61,6 +62,7 @@ class Counters:
     restarts: int = 0
     host_seconds: float = 0.0
     wait_seconds: float = 0.0
+    compile_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """All counts and the mean, by name."""

@@ -5,13 +5,19 @@ from typing import Any
 
 import numpy as np
 
+from carat_jax.config import SamplingParams
 from carat_jax.decoding.steps import Drawn, SamplerKind
 from carat_jax.engine.request import Sample, TokenInfo
 
 
 def sampler_kind(samples: Iterable[Sample]) -> SamplerKind:
     """The sampler that serves all of these samples."""
-    params = [sample.request.params for sample in samples]
+    return kind_of(sample.request.params for sample in samples)
+
+
+def kind_of(wanted: Iterable[SamplingParams]) -> SamplerKind:
+    """The sampler that serves all of these parameters."""
+    params = list(wanted)
     return SamplerKind(
         draws=any(p.temperature > 0 or p.repetition_penalty != 1 for p in params),
         logprobs=any(p.logprobs is not None for p in params),

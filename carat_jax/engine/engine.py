@@ -13,11 +13,10 @@ their tokens: a draw depends on seed, sample and position alone.
 import contextlib
 import dataclasses
 import functools
-import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,13 +25,14 @@ import numpy as np
 from flax import nnx
 
 from carat_jax.cache.bank import CacheBank
-from carat_jax.config import Config, SamplingParams, sampling_from
+from carat_jax.config import Config, SamplingParams
 from carat_jax.decoding.drafters import NoDrafter, shortened, sources
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.decoding.state import DecodeState
-from carat_jax.decoding.steps import Drawn, SamplerKind, StepOptions, Steps, build_steps
+from carat_jax.decoding.steps import Drawn, StepOptions, Steps, build_steps
 from carat_jax.engine.chunks import padded_row, plan_chunks
-from carat_jax.engine.compile_counter import num_compilations
+from carat_jax.engine.compile_ahead import Ahead, compile_missing
+from carat_jax.engine.compile_counter import num_cache_hits, num_compilations
 from carat_jax.engine.counters import Acceptance, Counters
 from carat_jax.engine.delivery import (
     push,
@@ -138,11 +138,14 @@ class EngineLoop:
         self._steps: Steps = steps(drafter=self.drafter)
         is_auto = config.decode.draft_len == "auto" and self.drafter.num_drafts
         self._length = DraftLength(CHOICES if is_auto else (self.drafter.num_drafts,))
-        self._shorter_rounds: dict[int, Callable] = {
+        self._rounds: dict[int, Callable] = {
             m: steps(drafter=shortened(self.drafter, m)).round for m in CHOICES[:-1] if is_auto
-        }
+        } | {self.drafter.num_drafts: self._steps.round}
+        sizes = self.rungs, self.max_context
+        self._ahead = Ahead(self._steps, self._rounds, self.options, config, *sizes)
         self._flights: deque[_Flight] = deque()
         self._is_busy = False
+        self._compiled: set[str] = set()
         self._state: DecodeState | None = self._new_state()
         self._scheduler = Scheduler(
             config.engine.max_batch,
@@ -262,9 +265,8 @@ class EngineLoop:
         running, num_rounds = dict(self._scheduler.running), self.options.rounds_per_call
         wanted = max(s.request.budget - s.num_dispatched for s in running.values())
         length = self._length.choose(most=wanted - 1)
-        step = self._shorter_rounds.get(length, self._steps.round)
-        kind = sampler_kind(running.values())
-        self._state, drawn = step(self._params, self._state, kind, self._num_keys())
+        static = sampler_kind(running.values()), self._num_keys()
+        self._state, drawn = self._rounds[length](self._params, self._state, *static)
         for sample in running.values():
             sample.num_dispatched += num_rounds
         self._flights.append(_Flight(drawn, running, num_rounds, length))
@@ -372,28 +374,24 @@ class EngineLoop:
 
     # ---- state -------------------------------------------------------------------------------
 
+    def compile_ahead(self, requests: Iterable[tuple[Sequence[int], SamplingParams]]) -> None:
+        """Compiles, side by side, the steps that prompts with these parameters will run."""
+        with self._guarded():
+            calls = self._ahead.calls(self._params, self._state, requests)
+            self.counters.compile_seconds += compile_missing(calls, self._compiled)
+
     def warm_up(self) -> None:
         """Compiles every declared shape, so that nothing compiles later."""
-        longest = max(1, self.max_context - 2)
-        params = sampling_from(SamplingParams(temperature=0.0, max_tokens=2), ignore_eos=True)
-        for size in self.config.engine.prefill_chunks:
-            ids = [self.tokenizer.bos_id] * min(size, longest)
-            self.score_ids(ids)
-            self.run([self.submit(ids, params)])
-        ids = [self.tokenizer.bos_id]
-        for temperature, logprobs in itertools.product((0.0, 1.0), (None, 0)):
-            kind = {"temperature": temperature, "logprobs": logprobs, "n": min(2, self.num_slots)}
-            self.run([self.submit(ids, sampling_from(params, **kind))])
-        self.run([self.submit(ids, sampling_from(params, repetition_penalty=1.1))])
-        # Rounds of idle slots change nothing. Only the three-stage path has several key counts.
-        key_counts = (None,) if self.options.compute.is_fused else self.rungs
-        rounds = (self._steps.round, *self._shorter_rounds.values())
-        for step, num_keys, draws, logprobs in itertools.product(
-            rounds, key_counts, (False, True), (False, True)
-        ):
-            with self._guarded():
-                kind = SamplerKind(draws, logprobs)
+        with self._guarded():
+            calls = self._ahead.declared(self._params, self._state)
+            self.counters.compile_seconds += compile_missing(calls, self._compiled)
+            # A round may be made of several steps. Those of idle slots change nothing.
+            for step, kind, num_keys in self._ahead.rounds():
                 self._state, _ = step(self._params, self._state, kind, num_keys)
+        # Whatever is too small to be declared compiles when it runs.
+        params = SamplingParams(max_tokens=2, repetition_penalty=1.1, n=min(2, self.num_slots))
+        self.score_ids([self.tokenizer.bos_id])
+        self.run([self.submit([self.tokenizer.bos_id], params)])
 
     @property
     def num_slots(self) -> int:
@@ -413,6 +411,7 @@ class EngineLoop:
             "prefilling": self._scheduler.num_filling,
             "running": len(self._scheduler.running),
             "compilations": num_compilations(),
+            "from_compile_cache": num_cache_hits(),
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)),
             "cache_bytes": self._cache_bytes,
             "device": str(jax.devices()[0].device_kind),

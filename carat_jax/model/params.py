@@ -9,10 +9,12 @@ cost milliseconds a call with hundreds of leaves.
 import dataclasses
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 Index = slice | int
@@ -107,17 +109,15 @@ def random_params(specs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     Matrices are normal with variance 1 / fan_in, vectors are one, so that activations keep their
     size through any depth and logits stay in the range of a trained model's. Ids are in order.
     """
-
-    def make(index: int, spec: ParamSpec) -> jax.Array:
-        if jnp.issubdtype(spec.dtype, jnp.integer):
-            return jnp.arange(*spec.shape, dtype=spec.dtype)
-        if not spec.fan_in:
-            return jnp.ones(spec.shape, spec.dtype)
-        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
-        return _normal(key, spec.shape, spec.dtype, spec.fan_in**-0.5)
-
     leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    return jax.tree.unflatten(tree, [make(i, spec) for i, spec in enumerate(leaves)])
+    key = jax.random.key(seed, impl="rbg")
+    kinds = [(spec.shape, jnp.dtype(spec.dtype).name, spec.fan_in) for spec in leaves]
+    # One executable for each kind of parameter, compiled side by side.
+    with ThreadPoolExecutor() as pool:
+        for kind in sorted(set(kinds)):
+            pool.submit(_random_leaf.lower(key, np.uint32(0), *kind).compile)
+    made = [_random_leaf(key, np.uint32(i), *kind) for i, kind in enumerate(kinds)]
+    return jax.tree.unflatten(tree, made)
 
 
 def num_bytes(specs: Any) -> int:
@@ -126,13 +126,14 @@ def num_bytes(specs: Any) -> int:
     return sum(spec.num_bytes for spec in leaves)
 
 
-def _normal(key, shape, dtype, scale):
-    return _jit_normal(key, jnp.float32(scale), shape=shape, dtype=jnp.dtype(dtype).name)
-
-
-@jax.jit(static_argnames=("shape", "dtype"))
-def _jit_normal(key, scale, *, shape, dtype):
-    return (jax.random.normal(key, shape, dtype) * scale).astype(dtype)
+@jax.jit(static_argnames=("shape", "dtype", "fan_in"))
+def _random_leaf(key, index, shape, dtype, fan_in):
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.arange(*shape, dtype=dtype)
+    if not fan_in:
+        return jnp.ones(shape, dtype)
+    normal = jax.random.normal(jax.random.fold_in(key, index), shape, dtype)
+    return (normal * jnp.float32(fan_in**-0.5)).astype(dtype)
 
 
 def _nest(leaves: Mapping[tuple, Any]) -> dict[str, Any]:

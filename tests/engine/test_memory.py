@@ -89,25 +89,6 @@ def test_the_31b_by_hand():
     assert full.local_caches == 50 * 2 * 16 * 131_072 * 256 * 2 == 100 * GIB
 
 
-@pytest.mark.parametrize(
-    ("size", "a_position", "a_window"),  # a window, and the rows of a round and of one ahead of it
-    [
-        ("e2b", 6_144, 12 * 2 * 1 * 514 * 256 * 2),
-        ("e4b", 16_384, 20 * 2 * 2 * 514 * 256 * 2),
-        ("12b", 16_384, 40 * 2 * 8 * 1026 * 256 * 2),
-        ("31b", 81_920, 50 * 2 * 16 * 1026 * 256 * 2),
-    ],
-)
-def test_caches_of_the_released_sizes(size, a_position, a_window):
-    few, more = (
-        blueprint(FAMILIES[size], engine={"max_batch": 1, "max_context": n}).memory()
-        for n in (100, 101)
-    )
-    assert more.global_caches - few.global_caches == a_position
-    assert few.global_caches == 100 * a_position
-    assert few.local_caches == more.local_caches == a_window
-
-
 def test_every_family_with_random_weights_is_planned():
     for size, facts in FAMILIES.items():
         assert blueprint(facts, model=f"random:{size}").memory().weights > 2**20
