@@ -7,6 +7,8 @@ fails is a row with its reason; what DIR holds already (same settings, code, ver
 is not measured again, so that a run that was interrupted goes on where it stopped.
 """
 
+import functools
+import gc
 import json
 import os
 import statistics
@@ -28,7 +30,7 @@ from carat_jax.bench.ablation_measures import (
     story_prompts,
     timed,
 )
-from carat_jax.bench.ablation_plan import Plan, Variant, read_plan
+from carat_jax.bench.ablation_plan import WEIGHTS, Plan, Variant, read_plan
 from carat_jax.bench.drawing import check_can_draw
 from carat_jax.bench.measure import Records, read_bandwidth
 from carat_jax.engine.api import Engine
@@ -116,6 +118,7 @@ class Bench:
                 key=key, plan=plan.name, variant=variant.name, config=settings,
                 workload=vars(plan.workload), **found,
             )  # fmt: skip
+            gc.collect()  # its caches, before the next one makes its own
 
     def _measure(self, plan: Plan, variant: Variant) -> dict[str, Any]:
         prompts = story_prompts(self._shared(plan).tokenizer, variant.settings, plan.workload)
@@ -123,8 +126,7 @@ class Bench:
         if variant is plan.base:
             engine, start = base, base_start
         else:
-            make = lambda: self._shared(plan).variant(**_own(variant.settings))  # noqa: E731
-            engine, start = _started(make, prompts, plan)
+            engine, start = _started(self._maker(plan, variant), prompts, plan)
         before, times, base_times = num_compilations(), [], []
         for _ in range(plan.workload.rounds):
             if engine is not base:
@@ -160,12 +162,16 @@ class Bench:
             self._weights[name] = carat_jax.load(config.model, dtype=config.dtype, **small)
         return self._weights[name]
 
+    def _maker(self, plan: Plan, variant: Variant) -> Callable[[], Engine]:
+        """Makes the variant's engine."""
+        values = {name: v for name, v, _ in variant.settings.items() if name not in WEIGHTS}
+        return functools.partial(self._shared(plan).variant, **values)
+
     def _base(self, plan: Plan, prompts: Sequence) -> tuple[Engine, dict]:
         key = self.key(plan, plan.base)
         if key not in self._bases:
             self._bases.clear()  # one base at a time holds caches
-            shared, settings = self._shared(plan), plan.base.settings
-            self._bases[key] = _started(lambda: shared.variant(**_own(settings)), prompts, plan)
+            self._bases[key] = _started(self._maker(plan, plan.base), prompts, plan)
         return self._bases[key]
 
     def _reference(self, plan: Plan, prompts: Sequence) -> Reference:
@@ -190,11 +196,6 @@ class Bench:
         if self._bandwidth is None:
             self._bandwidth = read_bandwidth(4 if jax.default_backend() == "gpu" else 0.25)
         return self._bandwidth
-
-
-def _own(settings: Any) -> dict[str, Any]:
-    """Every setting but those that the weights depend on."""
-    return {name: value for name, value, _ in settings.items() if name not in ("model", "dtype")}
 
 
 def _started(make: Callable[[], Engine], prompts: Sequence, plan: Plan) -> tuple[Engine, dict]:

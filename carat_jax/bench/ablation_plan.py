@@ -25,7 +25,7 @@ from carat_jax.setting_types import compose, convert, from_node, unknown_key
 
 _PARTS = ("title", "base", "variants", "workload")
 # Settings that no variant can change: all share the weights of the base.
-_WEIGHTS = ("model", "dtype")
+WEIGHTS = ("model", "dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _grid(node: yaml.Node, path: Any) -> list[dict[str, tuple[Any, str]]]:
     for key, value in values.items():
         if key not in KEYS:
             raise unknown_key(key, value, where, KEYS)
-        if key in _WEIGHTS:
+        if key in WEIGHTS:
             raise ValueError(f"{where}: {key}: variants share the weights of the base; use --set")
     choices = [value if isinstance(value, list) else [value] for value in values.values()]
     combinations = itertools.product(*choices)

@@ -115,10 +115,10 @@ def test_a_figure_without_records_is_left_out_and_says_what_makes_them(tmp_path)
 
 def test_every_committed_record_says_where_it_comes_from():
     for row in ROWS:
-        assert row["device"] == "NVIDIA H200"
+        assert row["device"]
         assert row["jax"]
         assert row["commit"]
-        assert "carat_jax.bench." in row["command"]
+        assert row["command"].startswith("python ")
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme.name)
