@@ -158,8 +158,9 @@ class Bench:
         config = plan.base.settings.build()
         name = config.model, config.dtype
         if name not in self._weights:
-            small = {"engine.max_batch": 1, "engine.max_context": 256}
-            self._weights[name] = carat_jax.load(config.model, dtype=config.dtype, **small)
+            cache = config.engine.compile_cache
+            small = {"max_batch": 1, "max_context": 256, "compile_cache": cache}
+            self._weights[name] = carat_jax.load(config.model, dtype=config.dtype, engine=small)
         return self._weights[name]
 
     def _maker(self, plan: Plan, variant: Variant) -> Callable[[], Engine]:

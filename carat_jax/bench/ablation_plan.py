@@ -140,8 +140,9 @@ def _base(node: yaml.Node | None, path: Any, overrides: Sequence[str], load: Wor
             f"{path}: engine.max_context: {given['engine.max_context'][0]} does not hold "
             f"{load.prompt_tokens} prompt and {load.new_tokens} new tokens"
         )
-    # A prompt that is run again is prefilled again, unless that is what is asked about.
-    given.setdefault("engine.reuse_prefix", (False, "workload"))
+    # A prompt that is run again is prefilled again, and what compiles is compiled here and now.
+    for key, value in (("engine.reuse_prefix", False), ("engine.compile_cache", "off")):
+        given.setdefault(key, (value, "workload"))
     return Settings(given)
 
 
