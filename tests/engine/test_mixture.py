@@ -29,7 +29,7 @@ from carat_jax.model.params import split
 from carat_jax.numerics.options import PLAIN
 from tests.assistant_pair import place
 from tests.assistant_toys import assistant_config, assistant_weights
-from tests.engine.test_speculation import GREEDY, ScriptDrafter, run, set_script
+from tests.engine.drafter_toys import GREEDY, ScriptDrafter, run, set_script
 from tests.engine.toy_engine import CONTEXT, prompt, tokenizer
 from tests.engine.toy_engine import toy as named_toy
 

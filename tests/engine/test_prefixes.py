@@ -17,7 +17,7 @@ from carat_jax.engine.engine import EngineLoop
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import split
 from carat_jax.numerics.attention import PLAIN
-from tests.engine.test_speculation import ScriptDrafter, _script, run, set_script
+from tests.engine.drafter_toys import ScriptDrafter, _script, run, set_script
 from tests.engine.toy_engine import CONTEXT, prompt, tokenizer, toy
 
 W, ANSWER = 8, 12

@@ -17,8 +17,8 @@ from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.engine import EngineLoop
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import split
+from tests.engine.drafter_toys import ScriptDrafter, _script, run, set_script
 from tests.engine.test_prefixes import assert_equal
-from tests.engine.test_speculation import ScriptDrafter, _script, run, set_script
 from tests.engine.toy_engine import CONTEXT, prompt, tokenizer, toy
 
 ROUNDS = 4
