@@ -83,7 +83,7 @@ def whole_round(loop: EngineLoop) -> DeviceStep:
 
     def call(compiled: Any) -> Any:
         loop._state, drawn = compiled(loop._params, loop._state)
-        return drawn.tokens
+        return drawn
 
     return DeviceStep(loop, lowered, call)
 

@@ -38,10 +38,13 @@ from carat_jax.decoding.state import DecodeState
 from carat_jax.model.params import merge
 from carat_jax.numerics.options import ComputeOptions
 
+# Log-probability of each token, and the best ids with theirs; None where nobody asked.
+Told = tuple[Float[Array, "B rows"], Int[Array, "B rows n"], Float[Array, "B rows n"]] | None
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "num", "num_drafts", "logprobs", "top_ids", "top_logprobs", "source"],
+    data_fields=["packed", "logprobs", "top_ids", "top_logprobs"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +52,51 @@ class Drawn:
     """What a step tells the host, rows in the order of positions.
 
     Attributes:
-      tokens: the target's draws; the first `num` of each slot are committed. -1 where the logits
-        are NaN or rule out every token.
-      num: committed tokens.
-      num_drafts: drafts that were verified.
+      packed: `tokens`, `num`, `num_drafts` and `source` side by side, so that they are one copy.
       logprobs, top_ids, top_logprobs: None unless asked for.
-      source: whose drafts they were, see `Proposal`; None where none were.
     """
 
-    tokens: Int[Array, "B rows"]
-    num: Int[Array, "B"]
-    num_drafts: Int[Array, "B"]
-    logprobs: Float[Array, "B rows"] | None
-    top_ids: Int[Array, "B rows n"] | None
-    top_logprobs: Float[Array, "B rows n"] | None
-    source: Int[Array, "B"] | None = None
+    packed: Int[Array, "*rounds B rows_and_3"]
+    logprobs: Float[Array, "*rounds B rows"] | None
+    top_ids: Int[Array, "*rounds B rows n"] | None
+    top_logprobs: Float[Array, "*rounds B rows n"] | None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Int[Array, "B rows"],
+        num: Lengths,
+        told: Told,
+        num_drafts: Lengths | None = None,
+        source: Lengths | None = None,
+    ) -> "Drawn":
+        """From its parts; without drafts by default."""
+        counts = (num, *(jnp.zeros_like(num) if x is None else x for x in (num_drafts, source)))
+        packed = jnp.concatenate([tokens, *(x[:, None] for x in counts)], axis=1)
+        return cls(packed, *(told or (None, None, None)))
+
+    @property
+    def tokens(self) -> Int[Array, "*rounds B rows"]:
+        """The target's draws; the first `num` of each slot are committed.
+
+        -1 where the logits are NaN or rule out every token.
+        """
+        return self.packed[..., :-3]
+
+    @property
+    def num(self) -> Int[Array, "*rounds B"]:
+        """Committed tokens."""
+        return self.packed[..., -3]
+
+    @property
+    def num_drafts(self) -> Int[Array, "*rounds B"]:
+        """Drafts that were verified."""
+        return self.packed[..., -2]
+
+    @property
+    def source(self) -> Int[Array | np.ndarray, "*rounds B"]:
+        """Whose drafts they were, see `Proposal`."""
+        return self.packed[..., -1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,28 +216,26 @@ def build_steps(
             accepted = accept_points(proposal.tokens, tokens, proposal.num)
         if options.simulate_acceptance is not None:
             accepted = simulated_acceptance(starts, proposal.num, options.simulate_acceptance)
-        drawn = tell(allowed, tokens, kind)
+        tokens, told = tell(allowed, tokens, kind)
         num = jnp.where(state.is_active, accepted + 1, 0)
         slots = jnp.arange(num.shape[0])
         seen = state.sampling.seen
         if kind.draws:
             for row in range(num_rows):
                 stands = row < num
-                seen = seen.at[slots, drawn.tokens[:, row]].max(stands)
+                seen = seen.at[slots, tokens[:, row]].max(stands)
         lengths = starts + num
         state = dataclasses.replace(
             state,
             bank=dataclasses.replace(state.bank, lengths=lengths),
-            tokens=jnp.where(state.is_active, drawn.tokens[slots, accepted], state.tokens),
+            tokens=jnp.where(state.is_active, tokens[slots, accepted], state.tokens),
             hidden=jnp.where(state.is_active[:, None], hidden[slots, accepted], state.hidden),
-            ids=_record(state.ids, slots, starts + 1, drawn.tokens, num),
+            ids=_record(state.ids, slots, starts + 1, tokens, num),
             is_active=state.is_active & (lengths + 1 < state.limits),
             sampling=dataclasses.replace(state.sampling, seen=seen),
             draft=drafter.commit(state.draft, lengths),
         )
-        source = jnp.zeros_like(num) if proposal.source is None else proposal.source
-        told = {"num": num, "num_drafts": proposal.num, "source": source}
-        return state, dataclasses.replace(drawn, **told)
+        return state, Drawn.of(tokens, num, told, proposal.num, proposal.source)
 
     def rows_to_verify(state: DecodeState, proposal: Proposal) -> tuple[Tokens, Lengths]:
         num_valid = jnp.where(state.is_active, 1 + proposal.num, 0)
@@ -263,7 +294,7 @@ def build_steps(
         model = merge(graph, params["target"])
         hidden, bank = model(tokens, state.bank, num_valid, slot, options.compute)
         told = sampling.log_probabilities(model.logits(hidden), targets, options.num_top)
-        drawn = Drawn(targets, num_valid, jnp.zeros_like(num_valid), *told)
+        drawn = Drawn.of(targets, num_valid, told)
         return dataclasses.replace(state, bank=bank), drawn
 
     def first(
@@ -272,17 +303,17 @@ def build_steps(
         row = jax.tree.map(lambda x: x[slot], state.sampling)
         position = state.bank.lengths[slot]
         allowed = allow(row, logits[None, None], position[:, None], kind)
-        drawn = tell(allowed, _draw(row, allowed, position[:, None], kind), kind)
-        token = drawn.tokens[:, 0]
+        tokens, told = tell(allowed, _draw(row, allowed, position[:, None], kind), kind)
+        token, one = tokens[:, 0], jnp.ones_like(position)
         seen = state.sampling.seen.at[slot, token].set(True) if kind.draws else state.sampling.seen
         state = dataclasses.replace(
             state,
             tokens=state.tokens.at[slot].set(token),
-            ids=_record(state.ids, slot, position, drawn.tokens, jnp.ones_like(token)),
+            ids=_record(state.ids, slot, position, tokens, one),
             is_active=state.is_active.at[slot].set(position + 1 < state.limits[slot]),
             sampling=dataclasses.replace(state.sampling, seen=seen),
         )
-        return state, drawn
+        return state, Drawn.of(tokens, one, told)
 
     def admit(state: DecodeState, slot: Array, limit: Array, row: dict[str, Array]) -> DecodeState:
         fields = row | {"bias": base_bias, "seen": jnp.zeros_like(base_bias, dtype=bool)}
@@ -384,14 +415,12 @@ def _accept_sampled(
 
 def _tell(
     allowed: Float[Array, "b rows V"], tokens: Int[Array, "b rows"], kind: SamplerKind, num_top: int
-) -> Drawn:
-    """What the host is told of one committed token a slot; a round says how many it were."""
+) -> tuple[Int[Array, "b rows"], Told]:
+    """The tokens, -1 where there is none to draw, and what is told of them if anybody asked."""
     tokens = jnp.where(jnp.isfinite(jnp.max(allowed, axis=-1)), tokens, -1)
-    told = (None, None, None)
-    if kind.logprobs:
-        told = sampling.log_probabilities(allowed, tokens, num_top)
-    num = jnp.ones(tokens.shape[0], jnp.int32)
-    return Drawn(tokens, num, jnp.zeros_like(num), *told)
+    if not kind.logprobs:
+        return tokens, None
+    return tokens, sampling.log_probabilities(allowed, tokens, num_top)
 
 
 def _rows_of(state: SamplingState, drafts: Int[Array, "B M"], num_rows: int) -> SamplingState:
