@@ -29,7 +29,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the workload.")
 _OUTPUT = flags.DEFINE_string("output", None, "File that the record is appended to.")
 _COMMIT = flags.DEFINE_string("commit", None, "Commit of the code, where there is no git.")
 
-CONTEXT, SLOTS, QUEUE = 256, 6, 10
+SLOTS = 6
 # Resident bytes that allocators may gain or lose between two looks at an idle process.
 _SLACK = 32 * 2**20
 
@@ -47,22 +47,28 @@ class Tally:
 
 
 class Workload:
-    """Draws requests: `(prompt ids, sampling parameters)`."""
+    """Draws requests: `(prompt ids, sampling parameters)`.
 
-    def __init__(self, tokenizer: Any, seed: int):
-        self._random = random.Random(seed)
-        self._texts = [tokenizer.encode(prompt.text)[1:] for prompt in held_out_prompts()]
-        self._bos = tokenizer.bos_id
+    Args:
+      engine: whom they are for.
+      texts: ids that prompts are put together from.
+      seed: of all that is drawn.
+    """
+
+    def __init__(self, engine: carat_jax.Engine, texts: list[list[int]], seed: int):
+        self._random, self._texts = random.Random(seed), texts
+        self._bos, self._vocab_size = engine.tokenizer.bos_id, engine.tokenizer.vocab_size
+        self._context = engine.loop.max_context
 
     def prompt(self, written: list[list[int]]) -> list[int]:
         """Ids of a fresh prompt, or of one that continues what was written earlier."""
         draw = self._random
         start = draw.choice(written) if written and self.happens(0.3) else [self._bos]
-        length = int(2 ** draw.uniform(0, 7))
+        length = int((self._context / 2) ** draw.random())
         more: list[int] = []
         while len(more) < length:
             more += draw.choice(self._texts)
-        return [*start, *more[:length]][: CONTEXT - 8]
+        return [*start, *more[:length]][: self._context - 8]
 
     def params(self) -> SamplingParams:
         """Sampling parameters, every field of them drawn now and then."""
@@ -79,10 +85,10 @@ class Workload:
             "min_p": 0.1,
             "repetition_penalty": 1.2,
             "stop": draw.choice([".", "and", [" the", "?"]]),
-            "stop_token_ids": [draw.randrange(300, 4000)],
+            "stop_token_ids": [draw.randrange(self._vocab_size)],
             "logprobs": draw.choice([0, 3]),
             "ignore_eos": True,
-            "logit_bias": {draw.randrange(300, 4000): 2.0},
+            "logit_bias": {draw.randrange(self._vocab_size): 2.0},
         }
         chosen |= {name: value for name, value in often.items() if draw.random() < 0.2}
         return sampling_from(SamplingParams(), **chosen)
@@ -96,23 +102,19 @@ class Workload:
         return self._random.random() < chance
 
 
-def engines() -> tuple[carat_jax.Engine, carat_jax.Engine]:
-    """The engine under test, and the one that answers each request by itself."""
-    crowd = carat_jax.load(
+def tiny() -> tuple[carat_jax.Engine, Workload]:
+    """An engine of `tiny` with many slots and a drafter, and its workload."""
+    engine = carat_jax.load(
         "tiny",
         dtype="float32",
         engine={
-            "max_batch": SLOTS, "max_queue": QUEUE, "max_context": CONTEXT,
+            "max_batch": SLOTS, "max_queue": 10, "max_context": 256,
             "prefill_chunks": [16, 64], "prefill_budget": 64,
         },
         decode={"drafter": "ngram", "draft_len": 3},
     )  # fmt: skip
-    alone = crowd.variant(
-        engine={"max_batch": 1, "reuse_prefix": False}, decode={"drafter": "none"}
-    )
-    for engine in (crowd, alone):
-        engine.warm_up()
-    return crowd, alone
+    texts = [engine.tokenizer.encode(prompt.text)[1:] for prompt in held_out_prompts()]
+    return engine, Workload(engine, texts, _SEED.value)
 
 
 def judge(request: Request, alone: carat_jax.Engine, tally: Tally) -> None:
@@ -175,10 +177,14 @@ def _is_refused(engine: carat_jax.Engine, prompt: list[int], params: SamplingPar
     return False
 
 
-def soak(num_requests: int, seed: int = 0) -> dict[str, Any]:
-    """Serves a warm-up of a quarter and then the rest; what happened, with `passed`."""
-    crowd, alone = engines()
-    load, tally = Workload(crowd.tokenizer, seed), Tally()
+def soak(crowd: carat_jax.Engine, load: Workload, num_requests: int) -> dict[str, Any]:
+    """Serves a quarter of the requests, then the rest; what happened, with `passed`."""
+    alone = crowd.variant(
+        engine={"max_batch": 1, "reuse_prefix": False}, decode={"drafter": "none"}
+    )
+    for engine in (crowd, alone):
+        engine.warm_up()
+    tally = Tally()
 
     def look() -> tuple[int, int, int]:
         gc.collect()
@@ -214,7 +220,7 @@ def main(argv: list[str]) -> None:
     """Runs the soak."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    report = soak(_REQUESTS.value, _SEED.value)
+    report = soak(*tiny(), _REQUESTS.value)
     for line in report.pop("wrong"):
         print(line, file=sys.stderr)
     Records(_OUTPUT.value, _COMMIT.value).add(

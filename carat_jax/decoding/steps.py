@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from carat_jax.array_types import Array, Bool, Float, Int, Lengths, Slots, Tokens
@@ -76,7 +77,7 @@ class Drawn:
         return cls(packed, *(told or (None, None, None)))
 
     @property
-    def tokens(self) -> Int[Array, "*rounds B rows"]:
+    def tokens(self) -> Int[Array | np.ndarray, "*rounds B rows"]:
         """The target's draws; the first `num` of each slot are committed.
 
         -1 where the logits are NaN or rule out every token.
@@ -84,12 +85,12 @@ class Drawn:
         return self.packed[..., :-3]
 
     @property
-    def num(self) -> Int[Array, "*rounds B"]:
+    def num(self) -> Int[Array | np.ndarray, "*rounds B"]:
         """Committed tokens."""
         return self.packed[..., -3]
 
     @property
-    def num_drafts(self) -> Int[Array, "*rounds B"]:
+    def num_drafts(self) -> Int[Array | np.ndarray, "*rounds B"]:
         """Drafts that were verified."""
         return self.packed[..., -2]
 

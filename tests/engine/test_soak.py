@@ -1,10 +1,17 @@
-"""A short soak; `python -m tools.soak` runs the full one of 2,000 requests."""
+"""A short soak on the toy; `python -m tools.soak` runs the full one, 2,000 requests on `tiny`."""
 
-from tools.soak import soak
+import numpy as np
+
+from tests.engine.toy_engine import make_engine, tokenizer
+from tools.soak import Workload, soak
 
 
 def test_mixed_requests_are_answered_as_their_single_runs_and_nothing_grows():
-    report = soak(100, seed=1)
+    engine = make_engine(max_batch=6, max_queue=10, prefill_chunks=[8, 32], prefill_budget=32)
+    crowd = engine.variant(decode={"drafter": "ngram", "draft_len": 3})
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(310, tokenizer().vocab_size, 9).tolist() for _ in range(20)]
+    report = soak(crowd, Workload(crowd, texts, seed=1), 100)
     assert report["wrong"] == []
     assert (report["requests"], report["compilations"], report["restarts"]) == (100, 0, 0)
     assert report["arrays_grown"] <= 0
