@@ -1,7 +1,9 @@
 """A long prompt is prefilled between the rounds of those that run, and holds them up by a bound."""
 
 import dataclasses
+import time
 
+import jax
 import pytest
 
 from carat_jax.config import sampling_from
@@ -120,6 +122,29 @@ def test_a_failure_in_the_middle_of_a_prefill_changes_no_token(engine, monkeypat
     engine.loop.run([running, late])
     assert_greedy(running.result(), 12)
     assert_greedy(late.result(), 5)
+
+
+@pytest.mark.parametrize(("logprobs", "num_arrays"), [(None, 1), (0, 4)])
+def test_a_step_is_one_copy_to_the_host(engine, monkeypatch, logprobs, num_arrays):
+    copied, get = [], jax.device_get
+
+    def counted(tree):
+        copied.append(len(jax.tree.leaves(tree)))
+        return get(tree)
+
+    monkeypatch.setattr(jax, "device_get", counted)
+    before, started = engine.stats(), time.perf_counter()
+    requests = [submit(engine, prompt(n), max_tokens=6, logprobs=logprobs) for n in (3, 5)]
+    engine.loop.run(requests)
+    # each one's first token, and the five rounds of both; the last one may be dropped unread
+    assert copied == [num_arrays] * len(copied)
+    assert len(copied) <= 2 + 5 + 1
+    # and what a step costs is told apart: waiting for the device, and Python
+    after, spent = engine.stats(), time.perf_counter() - started
+    host, wait = (after[name] - before[name] for name in ("host_seconds", "wait_seconds"))
+    assert host > 0
+    assert wait > 0
+    assert host + wait < spent
 
 
 def test_a_budget_that_holds_no_chunk_is_refused():

@@ -4,52 +4,34 @@ The conversations go round the ring several times (window 8, context 96), and ev
 at a stop, so that accepted drafts and steps on their way run past it before the host sees it.
 """
 
-import functools
-
 import numpy as np
 import pytest
 
 import carat_jax
-from carat_jax.config import SamplingParams, read_settings, sampling_from
-from carat_jax.decoding.drafters import ModelDrafter, NoDrafter
-from carat_jax.engine.drafting import Drafting
-from carat_jax.engine.engine import EngineLoop
-from carat_jax.model.gemma4 import Gemma4
-from carat_jax.model.params import split
-from carat_jax.numerics.attention import PLAIN
-from tests.engine.drafter_toys import ScriptDrafter, _script, run, set_script
-from tests.engine.toy_engine import CONTEXT, prompt, tokenizer, toy
+from carat_jax.config import SamplingParams, sampling_from
+from tests.engine.drafter_toys import W, loop, run, set_script
+from tests.engine.toy_engine import prompt
 
-W, ANSWER = 8, 12
-GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, logprobs=0)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 CASES = {
-    "ring": (NoDrafter(), "ring"),
-    "paged": (NoDrafter(), "paged"),
-    "full": (NoDrafter(), "full"),
-    "script": (ScriptDrafter(4), "ring"),
-    "model": ("model", "full"),
+    "ring": ("none", 0, "ring"),
+    "paged": ("none", 0, "paged"),
+    "full": ("none", 0, "full"),
+    "script": ("script", 4, "ring"),
+    "model": ("model", 3, "full"),
+    "assistant": ("assistant", 2, "ring"),
 }
 
 
-@functools.cache
-def loop(drafter, local_layers="ring", reuse=True, num_slots=2) -> EngineLoop:
-    """An engine of the toy with a drafter."""
-    model = toy()
-    graph, _ = split(Gemma4(model.config, model.dtype))
-    engine = {"max_batch": num_slots, "prefill_chunks": [9], "max_context": CONTEXT}
-    given = {"engine": engine | {"reuse_prefix": reuse}, "cache.local_layers": local_layers}
-    drafting = Drafting(drafter, _script(num_slots))
-    if drafter == "model":
-        drafter = ModelDrafter(graph, 3, PLAIN)
-        drafting = Drafting(drafter, model.params["target"], model=model.config)
-    chosen = read_settings(keywords={"dtype": "float32", **given}).build()
-    params = model.params["target"]
-    return EngineLoop(chosen, model.config, graph, params, tokenizer(), drafting=drafting)
+def warm(drafter="none", num_drafts=0, local_layers="ring", num_slots=2):
+    """An engine that continues from its slots."""
+    settings = {"cache__local_layers": local_layers, "engine__reuse_prefix": True}
+    return loop(drafter, num_drafts, num_slots, **settings)
 
 
 def cold(ids, params=GREEDY):
     """The answer of an engine that continues from nothing, without drafts."""
-    return run(loop(NoDrafter(), reuse=False, num_slots=1), [ids], params)[0]
+    return run(loop("none", engine__reuse_prefix=False), [ids], params)[0]
 
 
 def say(engine, ids, text=(), params=GREEDY):
@@ -75,7 +57,7 @@ def assert_equal(got, want, num_ids=None):
     ("name", "temperature"), [*((name, 0.0) for name in CASES), ("script", 0.8)]
 )
 def test_each_turn_of_a_conversation_equals_a_cold_start(name, temperature):
-    engine = loop(*CASES[name])
+    engine = warm(*CASES[name])
     params = sampling_from(GREEDY, temperature=temperature, seed=5)
     history = prompt(5, seed=round(10 * temperature))
     held = None
@@ -101,7 +83,7 @@ def test_each_turn_of_a_conversation_equals_a_cold_start(name, temperature):
 )
 def test_a_history_that_departs_from_the_slots(local_layers, shared, kept):
     # given a slot that holds 20 ids and an answer of 10 (pages of 16 never went round)
-    engine = loop(NoDrafter(), local_layers, num_slots=1)
+    engine = warm(local_layers=local_layers, num_slots=1)
     ids, params = prompt(20, seed=4), sampling_from(GREEDY, max_tokens=10)
     run(engine, [prompt(2, seed=9)], params)
     first, _ = say(engine, ids, params=params)
@@ -114,7 +96,7 @@ def test_a_history_that_departs_from_the_slots(local_layers, shared, kept):
 
 def test_the_same_prompt_again_cuts_a_short_slot_back():
     # given a slot whose ring never went round: six ids, and three of an answer
-    engine, ids = loop(NoDrafter(), num_slots=1), prompt(6, seed=11)
+    engine, ids = warm(num_slots=1), prompt(6, seed=11)
     params = sampling_from(GREEDY, max_tokens=3)
     run(engine, [prompt(2, seed=9)], params)
     for expected in (0, 5, 5):
@@ -124,19 +106,19 @@ def test_the_same_prompt_again_cuts_a_short_slot_back():
 
 
 def test_samples_of_one_prompt_continue_together():
-    engine, ids = loop(NoDrafter()), prompt(20, seed=12)
+    engine, ids = warm(), prompt(20, seed=12)
     answer = run(engine, [ids], GREEDY)[0]
     history = [*ids, *answer.ids, *prompt(5, seed=13)[1:]]
     params = sampling_from(GREEDY, n=2, temperature=0.9, seed=3)
     before = engine.counters.reused_tokens
     got = run(engine, [history], params)[0]
     assert engine.counters.reused_tokens - before == 31
-    want = run(loop(NoDrafter(), reuse=False), [history], params)[0]
+    want = run(loop("none", 0, 2, engine__reuse_prefix=False), [history], params)[0]
     assert [output.ids for output in got.outputs] == [output.ids for output in want.outputs]
 
 
 def test_scores_and_lost_states_leave_nothing_to_continue_from():
-    engine, ids = loop(NoDrafter(), num_slots=1), prompt(20, seed=14)
+    engine, ids = warm(num_slots=1), prompt(20, seed=14)
     answer = run(engine, [ids], GREEDY)[0]
     history = [*ids, *answer.ids, *prompt(5, seed=15)[1:]]
     engine.score_ids(prompt(40))
@@ -155,19 +137,19 @@ def test_scores_and_lost_states_leave_nothing_to_continue_from():
 
 def test_a_chat_continues_and_a_switch_turns_it_off():
     engine = {"max_batch": 1, "max_context": 256, "prefill_chunks": [32]}
-    warm = carat_jax.load(
+    chatty = carat_jax.load(
         "tiny", dtype="float32", engine=engine, decode={"drafter": "ngram", "draft_len": 3}
     )
-    off = warm.variant(**{"engine.reuse_prefix": False})
+    off = chatty.variant(**{"engine.reuse_prefix": False})
     settings = {"temperature": 0.0, "max_tokens": 40}
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     for content in ("And then?", "Why?"):
-        first = warm.chat(messages, **settings)
+        first = chatty.chat(messages, **settings)
         assert first.ids == off.chat(messages, **settings).ids
         messages += [
             {"role": "assistant", "content": first.text},
             {"role": "user", "content": content},
         ]
-    assert warm.chat(messages, **settings).ids == off.chat(messages, **settings).ids
-    assert warm.stats()["reused_tokens"] > 100
+    assert chatty.chat(messages, **settings).ids == off.chat(messages, **settings).ids
+    assert chatty.stats()["reused_tokens"] > 100
     assert off.stats()["reused_tokens"] == 0

@@ -3,7 +3,6 @@
 Stops, limits, streams and cancellations fall inside a call on purpose.
 """
 
-import functools
 import re
 
 import jax
@@ -11,42 +10,30 @@ import numpy as np
 import pytest
 
 from carat_jax.config import SamplingParams, read_settings, sampling_from
-from carat_jax.decoding.drafters import NoDrafter
 from carat_jax.decoding.steps import SamplerKind
-from carat_jax.engine.drafting import Drafting
-from carat_jax.engine.engine import EngineLoop
-from carat_jax.model.gemma4 import Gemma4
-from carat_jax.model.params import split
-from tests.engine.drafter_toys import ScriptDrafter, _script, run, set_script
+from tests.engine.drafter_toys import loop, run, set_script
 from tests.engine.test_prefixes import assert_equal
-from tests.engine.toy_engine import CONTEXT, prompt, tokenizer, toy
+from tests.engine.toy_engine import CONTEXT, prompt
 
 ROUNDS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0)
 
 
-@functools.cache
-def loop(drafter, rounds_per_call=ROUNDS, verify="fused") -> EngineLoop:
-    model = toy()
-    graph, _ = split(Gemma4(model.config, model.dtype))
-    engine = {"max_batch": 3, "prefill_chunks": [9, 32], "max_context": CONTEXT}
-    decode = {"rounds_per_call": rounds_per_call}
-    chosen = {"dtype": "float32", "engine": engine, "decode": decode, "attention.verify": verify}
-    return EngineLoop(
-        read_settings(keywords=chosen).build(), model.config, graph, model.params["target"],
-        tokenizer(), drafting=Drafting(drafter, _script(3)),
-    )  # fmt: skip
+def looped(drafter="none", num_drafts=0, **settings):
+    """An engine of several rounds a call, which prefills two chunks before the next."""
+    settings |= {"decode__rounds_per_call": ROUNDS, "engine__prefill_budget": 18}
+    return loop(drafter, num_drafts, 3, **settings)
 
 
 def single(ids, params=GREEDY):
     """The answer of one round a call."""
-    return run(loop(NoDrafter(), 1), [ids], params)[0]
+    return run(loop("none"), [ids], params)[0]
 
 
-@pytest.mark.parametrize("drafter", [NoDrafter(), ScriptDrafter(3)], ids=lambda d: d.name)
+@pytest.mark.parametrize("drafter", [("none", 0), ("script", 3)], ids=lambda d: d[0])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_ids_logprobs_and_reasons_are_those_of_single_rounds(drafter, temperature):
-    engine = loop(drafter)
+    engine = looped(*drafter)
     params = sampling_from(GREEDY, temperature=temperature, seed=3)
     lengths = (3, 9, 21)
     want = [single(prompt(n), params) for n in lengths]
@@ -68,7 +55,7 @@ def test_ids_logprobs_and_reasons_are_those_of_single_rounds(drafter, temperatur
 
 
 def test_a_slot_at_its_limit_is_not_written_and_its_neighbour_goes_on():
-    engine = loop(NoDrafter())
+    engine = looped()
     short = engine.submit(prompt(9), sampling_from(GREEDY, max_tokens=3))
     long = engine.submit(prompt(8), sampling_from(GREEDY, max_tokens=13))
     engine.step()
@@ -82,13 +69,13 @@ def test_a_slot_at_its_limit_is_not_written_and_its_neighbour_goes_on():
 
 def test_a_context_that_ends_inside_a_call():
     ids = prompt(CONTEXT - 6)
-    (got,) = run(loop(NoDrafter()), [ids], sampling_from(GREEDY, max_tokens=50))
+    (got,) = run(looped(), [ids], sampling_from(GREEDY, max_tokens=50))
     assert (len(got.ids), got.finish_reason) == (6, "length")
     assert got.ids == single(ids, sampling_from(GREEDY, max_tokens=50)).ids
 
 
 def test_tokens_arrive_a_call_at_a_time_and_can_be_cancelled():
-    engine, want = loop(NoDrafter()), single(prompt(9))
+    engine, want = looped(), single(prompt(9))
     request = engine.submit(prompt(9), GREEDY)
     arrived = []
     while len(request.samples[0].ids) < 9:
@@ -107,13 +94,13 @@ def test_tokens_arrive_a_call_at_a_time_and_can_be_cancelled():
 
 def test_the_three_stage_path_has_keys_enough_for_all_rounds():
     # given a prompt whose call of rounds passes the rung of 64 keys
-    engine = loop(NoDrafter(), verify="three_stage")
+    engine = looped(attention__verify="three_stage")
     (got,) = run(engine, [prompt(60)], GREEDY)
     assert_equal(got, single(prompt(60)))
 
 
 def test_the_loop_of_rounds_copies_no_cache():
-    engine = loop(NoDrafter(), ROUNDS)
+    engine = looped()
     kind = SamplerKind(draws=False, logprobs=False)
     compiled = engine._steps.round.lower(engine._params, engine._state, kind).compile()
     shapes = {leaf.shape for leaf in jax.tree.leaves(engine._state.bank.layers)}
