@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from carat_jax.cache.bank import CacheBank
 from carat_jax.config import Config, SamplingParams
 from carat_jax.decoding.drafters import NoDrafter, shortened, sources
 from carat_jax.decoding.sampling import LogitsHook
@@ -44,8 +43,8 @@ from carat_jax.engine.delivery import (
 from carat_jax.engine.draft_length import CHOICES, DraftLength
 from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.limits import Limits
-from carat_jax.engine.memory import new_state
-from carat_jax.engine.prefixes import NOTHING, Held, Reuse
+from carat_jax.engine.memory import new_state, reuse_of
+from carat_jax.engine.prefixes import NOTHING, Held
 from carat_jax.engine.request import Request, Sample, TokenInfo
 from carat_jax.engine.scheduler import Admission, Chunk, Scheduler
 from carat_jax.engine.shapes import (
@@ -152,7 +151,7 @@ class EngineLoop:
             config.engine.max_queue,
             config.engine.prefill_chunks,
             config.engine.prefill_budget or config.engine.prefill_chunks[-1],
-            _reuse(self._state) if reuses_prefix(config) else None,
+            reuse_of(self._state) if reuses_prefix(config) else None,
         )
         self._cache_bytes = sum(x.nbytes for x in jax.tree.leaves(self._state.bank.layers))
         self.counters = Counters(Acceptance(self.drafter.num_drafts))
@@ -266,7 +265,9 @@ class EngineLoop:
         wanted = max(s.request.budget - s.num_dispatched for s in running.values())
         length = self._length.choose(most=wanted - 1)
         static = sampler_kind(running.values()), self._num_keys()
-        self._state, drawn = self._rounds[length](self._params, self._state, *static)
+        is_full = length == self.drafter.num_drafts
+        step = self._steps.round if is_full else self._rounds[length]
+        self._state, drawn = step(self._params, self._state, *static)
         for sample in running.values():
             sample.num_dispatched += num_rounds
         self._flights.append(_Flight(drawn, running, num_rounds, length))
@@ -437,13 +438,3 @@ class EngineLoop:
             raise
         finally:
             self._is_busy = False
-
-
-def _reuse(state: DecodeState) -> Reuse:
-    """How far slots can be cut back: what the caches of target and drafter both allow."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, CacheBank))
-    found = [leaf for leaf in leaves if isinstance(leaf, CacheBank)]
-    return Reuse(
-        max_rollback=min(bank.max_rollback for bank in found),
-        capacity=min(cache.capacity for bank in found for cache in bank.layers.values()),
-    )

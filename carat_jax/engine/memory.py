@@ -19,6 +19,7 @@ from carat_jax.cache import bank as banks
 from carat_jax.config import Config
 from carat_jax.decoding.state import DecodeState, empty_state
 from carat_jax.engine.drafting import Drafting
+from carat_jax.engine.prefixes import Reuse
 from carat_jax.engine.shapes import compute_options, max_context, ring_rows, size_text, verify_rows
 from carat_jax.engine.workspace import Passes
 from carat_jax.families import ModelConfig
@@ -213,6 +214,16 @@ def new_state(
     if drafting.model is not None:
         draft = banks.empty_bank(drafting.model, *sizes, banks.CacheKinds(block=options.ring_block))
     return empty_state(bank, model, positions, dtype, draft)
+
+
+def reuse_of(state: DecodeState) -> Reuse:
+    """How far slots can be cut back: what the caches of target and drafter both allow."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, banks.CacheBank))
+    found = [leaf for leaf in leaves if isinstance(leaf, banks.CacheBank)]
+    return Reuse(
+        max_rollback=min(bank.max_rollback for bank in found),
+        capacity=min(cache.capacity for bank in found for cache in bank.layers.values()),
+    )
 
 
 def device_limit() -> int | None:
