@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import flags
+from flax import nnx
 
 from carat_jax.config import read_settings
+from carat_jax.decoding.steps import build_steps
 from carat_jax.engine.api import draw, locate
-from carat_jax.engine.memory import Blueprint, device_limit
-from carat_jax.engine.shapes import size_text
+from carat_jax.engine.compile_ahead import Ahead, workspaces
+from carat_jax.engine.memory import Blueprint, device_limit, new_state
+from carat_jax.engine.shapes import key_rungs, size_text, step_options
 from carat_jax.model import checkpoint
 
 _BATCHES = ["1", "2", "4", "8", "16", "32"]
@@ -36,23 +40,45 @@ def _flags() -> flags.FlagValues:
         **own,
     )
     flags.DEFINE_list("batches", _BATCHES, "Batch sizes of the table.", **own)
+    flags.DEFINE_boolean(
+        "measure",
+        False,
+        "Compile the neediest steps for this machine's device, without weights, and print the "
+        "workspace of each beside the estimate.",
+        **own,
+    )
     flags.DEFINE_boolean("json", False, "One line of JSON, in bytes.", **own)
     flags.DEFINE_boolean("help", False, "Print this.", **own)
     return known
 
 
-def blueprint(settings: Sequence[str], config: str | None, backend: str | None) -> Blueprint:
-    """The engine of a YAML file and `key=value` overrides, from small files alone.
+def blueprint(
+    settings: Sequence[str], config: str | None, backend: str | None
+) -> tuple[nnx.GraphDef, Blueprint]:
+    """The model and the engine of a YAML file and `key=value` overrides, from small files alone.
 
     Raises:
       ValueError: a setting, the checkpoint or the drafter cannot be used.
     """
     folder, model, merged = locate(read_settings(config, settings))
     wanted = merged.build()
-    _, plan = draw(wanted, model, folder, backend)
+    graph, plan = draw(wanted, model, folder, backend)
     if not wanted.model.startswith("random:"):
         checkpoint.check_headers(folder, plan.specs)
-    return plan
+    return graph, plan
+
+
+def measured(graph: nnx.GraphDef, plan: Blueprint) -> dict[str, int]:
+    """Bytes of workspace of the neediest steps, compiled here for arrays that do not exist."""
+    config, model, drafter = plan.config, plan.model, plan.drafting.drafter
+    options = step_options(config, model)
+    steps = build_steps(graph, drafter, options, jnp.zeros(model.vocab_size))
+    specs = {"target": plan.specs, "draft": plan.drafting.specs}
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
+    state = jax.eval_shape(lambda: new_state(config, model, plan.drafting, plan.options))
+    rounds, rungs = {drafter.num_drafts: steps.round}, key_rungs(config, plan.max_context)
+    ahead = Ahead(steps, rounds, options, config, rungs, plan.max_context)
+    return workspaces(ahead.neediest(params, state))
 
 
 def report(plan: Blueprint, limit: int | None, batches: Sequence[int]) -> dict[str, Any]:
@@ -92,11 +118,15 @@ def table(found: dict[str, Any]) -> str:
         label = "workspace, at most" if name == "workspace" else name
         lines.append(f"{label:<18}{size_text(share) if share else '':>12}{size_text(size):>12}")
     lines.append(f"{'total':<18}{'':>12}{size_text(found['total']):>12}")
+    if found["limit"] is not None:
+        verdict = "fits" if found["fits"] else "DOES NOT FIT"
+        lines.append(f"{'device':<18}{'':>12}{size_text(found['limit']):>12}  {verdict}")
+    if "measured" in found:
+        lines += ["", "workspace of the neediest steps as compiled here"]
+        lines += [f"{size_text(size):>12}  {name}" for name, size in found["measured"].items()]
     if found["limit"] is None:
         note = "this device does not say how much it holds; give --device_memory_gib to see"
         return "\n".join([*lines, "", f"{note} what fits"])
-    verdict = "fits" if found["fits"] else "DOES NOT FIT"
-    lines.append(f"{'device':<18}{'':>12}{size_text(found['limit']):>12}  {verdict}")
     lines += ["", f"{'batch':<8}largest context"]
     for batch, context in found["largest_context"].items():
         note = "  (the model's limit)" if context == found["model_limit"] else ""
@@ -118,7 +148,12 @@ def main(arguments: Sequence[str]) -> int:
         backend, limit = None, device_limit()
         if options.device_memory_gib is not None:
             backend, limit = "gpu", int(options.device_memory_gib * 2**30)
-        found = report(blueprint(options["set"].value, options.config, backend), limit, batches)
+        graph, plan = blueprint(options["set"].value, options.config, backend)
+        found = report(plan, limit, batches)
+        if options.measure:
+            if backend is not None:
+                raise ValueError("--measure: compiles for this machine, not for another device")
+            found["measured"] = measured(graph, plan)
     except (flags.Error, ValueError, NotImplementedError) as error:
         print(f"error: {str(error).replace(chr(10), ' ')}", file=sys.stderr)
         return 2

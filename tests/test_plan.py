@@ -95,3 +95,15 @@ def test_headers_of_a_folder_are_held_against_its_config(capsys, tmp_path):
     partial = write_checkpoint(tmp_path / "partial", CONFIGS["T4"], weights)
     assert run(f"--set=model={partial}", *settings) == 2
     assert "missing tensors: " in capsys.readouterr().err
+
+
+def test_the_compilers_own_figures_stay_below_the_estimate(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json(CONFIGS["T4"])))
+    settings = ("engine.max_context=96", "engine.prefill_chunks=[32]", "dtype=float32")
+    options = [f"--set=model={tmp_path}", *(f"--set={text}" for text in settings)]
+    found = figures(capsys, "--measure", *options)[1]
+    measured = found["measured"]
+    assert list(measured) == ["prefill 32", "score 32", "round drawn with logprobs"]
+    assert 0 < min(measured.values()) <= max(measured.values()) <= found["bytes"]["workspace"]
+    assert run("--measure", "--device_memory_gib=80", *options) == 2
+    assert "--measure" in capsys.readouterr().err

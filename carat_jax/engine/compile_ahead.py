@@ -93,6 +93,12 @@ class Ahead:
         found |= self._rounds(params, state, _KINDS, self._all_keys())
         return found | self._slots(state, forks=True, rows=True)
 
+    def neediest(self, params: Any, state: DecodeState) -> dict[str, StepCall]:
+        """The steps that take the most memory, with every sampler feature on, by name."""
+        largest, full = self.config.engine.prefill_chunks[-1:], [SamplerKind(True, True)]
+        found = self._prompts(params, state, largest, with_scores=True)
+        return found | self._rounds(params, state, full, self._all_keys()[-1:])
+
     def rounds(self) -> Iterator[tuple[Callable, SamplerKind, int | None]]:
         """Every decode step with its static arguments."""
         return itertools.product(self.by_length.values(), _KINDS, self._all_keys())
@@ -198,6 +204,16 @@ def compile_missing(calls: Mapping[str, StepCall], compiled: set[str]) -> float:
     seconds = time.monotonic() - started
     _log.info("compiled in %.1f s", seconds)
     return seconds
+
+
+def workspaces(calls: Mapping[str, StepCall]) -> dict[str, int]:
+    """Bytes that the compiler says each step takes beside its inputs and outputs, by name."""
+
+    def measure(call: StepCall) -> int:
+        return call.step.lower(*call.args).compile().memory_analysis().temp_size_in_bytes
+
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        return dict(zip(calls, pool.map(measure, calls.values()), strict=True))
 
 
 def _words(kind: SamplerKind) -> str:

@@ -28,7 +28,7 @@ from carat_jax.config import Config, SamplingParams
 from carat_jax.decoding.drafters import NoDrafter, shortened, sources
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.decoding.state import DecodeState
-from carat_jax.decoding.steps import Drawn, StepOptions, Steps, build_steps
+from carat_jax.decoding.steps import Drawn, Steps, build_steps
 from carat_jax.engine.chunks import padded_row, plan_chunks
 from carat_jax.engine.compile_ahead import Ahead, compile_missing
 from carat_jax.engine.compile_counter import num_cache_hits, num_compilations
@@ -48,18 +48,16 @@ from carat_jax.engine.prefixes import NOTHING, Held
 from carat_jax.engine.request import Request, Sample, TokenInfo
 from carat_jax.engine.scheduler import Admission, Chunk, Scheduler
 from carat_jax.engine.shapes import (
-    compute_options,
     key_rungs,
     max_context,
     reuses_prefix,
+    step_options,
     verify_rows,
 )
 from carat_jax.engine.tokenizer import Tokenizer
 from carat_jax.families import ModelConfig
 from carat_jax.numerics.padding import padded_keys
 
-# Alternatives a sampler with log-probabilities returns, at most.
-MAX_TOP_LOGPROBS = 20
 # Steps dispatched before the oldest one's tokens are read.
 _RUN_AHEAD = 1
 
@@ -119,17 +117,10 @@ class EngineLoop:
         self.drafter, self._drafting = drafting.drafter, drafting
         self._sources = sources(self.drafter)
         self._params = {"target": params, "draft": drafting.params}
-        num_top = min(MAX_TOP_LOGPROBS, model.vocab_size)
-        self.limits = Limits(model.vocab_size, self.max_context, num_top)
+        self.options = step_options(config, model)
+        self.limits = Limits(model.vocab_size, self.max_context, self.options.num_top)
         base_bias = np.zeros(model.vocab_size, np.float32)
         base_bias[[i for i in tokenizer.suppress_ids if i < model.vocab_size]] = -np.inf
-        self.options = StepOptions(
-            compute=compute_options(config),
-            num_top=num_top,
-            uniform_rows=config.decode.uniform_rows,
-            simulate_acceptance=config.decode.simulate_acceptance,
-            rounds_per_call=config.decode.rounds_per_call,
-        )
         self.num_rows = verify_rows(config, self.drafter.num_drafts)
         steps = functools.partial(
             build_steps, graph, options=self.options, base_bias=jnp.asarray(base_bias), hook=hook

@@ -6,9 +6,13 @@ Pure functions, asked once at the start.
 import jax
 
 from carat_jax.config import Config
+from carat_jax.decoding.steps import StepOptions
 from carat_jax.families import ModelConfig
 from carat_jax.numerics.options import ComputeOptions
 from carat_jax.numerics.padding import EXACT, default_rungs
+
+# Alternatives a sampler with log-probabilities returns, at most.
+MAX_TOP_LOGPROBS = 20
 
 
 def compute_options(config: Config, backend: str | None = None) -> ComputeOptions:
@@ -27,6 +31,17 @@ def compute_options(config: Config, backend: str | None = None) -> ComputeOption
         is_fused=config.attention.verify == "fused",
         group_heads=config.attention.group_heads,
         fuse_rows=config.attention.fuse_rows,
+    )
+
+
+def step_options(config: Config, model: ModelConfig, backend: str | None = None) -> StepOptions:
+    """What the steps are compiled for, on `backend` or this machine's."""
+    return StepOptions(
+        compute=compute_options(config, backend),
+        num_top=min(MAX_TOP_LOGPROBS, model.vocab_size),
+        uniform_rows=config.decode.uniform_rows,
+        simulate_acceptance=config.decode.simulate_acceptance,
+        rounds_per_call=config.decode.rounds_per_call,
     )
 
 
