@@ -122,7 +122,8 @@ class AttentionConfig(Section):
       group_heads: Whether the query heads that share a KV head form one matrix.
       verify: One `fused` kernel, or `three_stage` (scores, softmax, values).
       fuse_rows: Whether the kernels take in the small operations around them: norms, RoPE, cache
-        writes and residual sums of the new rows. Plain JAX has nothing to fuse them into.
+        writes and residual sums of the new rows. Plain JAX has nothing to fuse them into, and
+        `decode.uniform_rows` takes the separate operations.
       impl: `triton`, `xla` or `interpret`; null chooses by device and says what it chose.
     """
 

@@ -1,15 +1,17 @@
 """From a layer's projection to its attention in one pass: norm, RoPE, cache write, attention.
 
 Decode and verify have a handful of new rows. Left to separate operations, their norms, rotations
-and cache writes are eight launches a layer that move a few kilobytes each. Here the program that
-visits a cache block which holds new positions makes their keys and values from the projection,
-uses them, and writes them; every other program only reads. A key's place in the sum is that of its
-cache row, as if it had been written before, so decode and verify add in one order.
+and cache writes are eight launches a layer that move a few kilobytes each. Here the programs that
+share a slot's keys read the cache as it was, and one of them takes the new positions as one more
+block: it makes their keys and values from the projection, attends to them and writes them. Nobody
+reads what it writes: in a linear cache those rows are masked, in a ring they hold positions that
+have left the window.
 
-A block belongs to one program of a KV head, or to programs that share its columns and make the new
-keys each for itself, so nothing that a launch reads is written by it.
+A key is summed with the rows it came with, not with its cache block, so decode and verify may
+round a row differently; steps that promise equal bits use the separate operations.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -97,6 +99,8 @@ def append_attention(
         tile = tile or tiles.ring_tile(**shape, capacity=capacity)
         if capacity != tile.block * tile.splits:
             reason = f"a ring of {capacity} slots is not {tile.splits} blocks of {tile.block}"
+        else:  # and one program for the new positions
+            tile = dataclasses.replace(tile, splits=tile.splits + 1)
     impl = resolve(kernel, impl, q, k_cache, v_cache, reason)
     if impl == "xla":
         return reference.append_attention(
@@ -245,74 +249,65 @@ def _kernel(problem, eps, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref,
     slot = pl.program_id(2) // (problem.num_heads // problem.group)
     start, end = starts_ref[slot], ends_ref[slot]
     oldest = jnp.maximum(0, start - window + 1) if window is not None else 0
-    span = Span(start, end, start, start + problem.num_new - 1, jnp.int32(oldest))
+    span = Span(start, start, start, start + problem.num_new - 1, jnp.int32(oldest))
+    is_ring = isinstance(source, Ring)
     dtype, half, column = v_ref.dtype, problem.head_dim // 2, part * problem.columns
     new = _NewRows(problem, eps, (q_norm_ref, k_norm_ref), (cos_ref, sin_ref), rows_ref)
     (q_low, q_high), t = new.queries(dtype)
     low, high, columns = pl.ds(0, half), pl.ds(half, half), pl.ds(column, problem.columns)
 
-    def cached(rows, live=None):
-        """A block's keys, halves as columns, and values, before the new positions."""
-
-        def load(ref, where):
-            if live is None:
-                return ref[rows, where]
-            return plt.load(ref.at[rows, where], mask=live[:, None], other=0.0)
-
-        return load(k_ref, low).T, load(k_ref, high).T, load(v_ref, columns)
-
-    def with_new(row, pos, is_new, block):
-        """The block with its new keys and values in place, which are written as well."""
-        t = jnp.where(is_new, pos - start, 0)
-        k_low, k_high = new.keys(t, is_new, dtype)
-        v_new = new.values(t, is_new, column, dtype)
-        rows, first = row + jnp.arange(tile.block), is_new & (part == 0)
-        for k, begin in ((k_low, 0), (k_high, half)):
-            at = rows[None, :], begin + jnp.arange(half)[:, None]
-            plt.store(k_out.at[at], k, mask=first[None, :])
-        at = rows[:, None], column + jnp.arange(problem.columns)[None, :]
-        plt.store(v_out.at[at], v_new, mask=is_new[:, None])
-        masks = is_new[None, :], is_new[None, :], is_new[:, None]
-        pairs = zip(masks, (k_low, k_high, v_new), block, strict=True)
-        return tuple(jnp.where(mask, x, old) for mask, x, old in pairs)
-
-    def attend(carry, block, pos, exists):
-        k_low, k_high, v = block
+    def attend(carry, k_low, k_high, v, pos, exists):
         scores = plt.dot(q_low, k_low) + plt.dot(q_high, k_high)
         q_pos = start + t
         visible = (pos[None, :] <= q_pos[:, None]) & exists[None, :]
         if window is not None:
             visible &= q_pos[:, None] - pos[None, :] < window
-        v = jnp.where(exists[:, None], v, 0.0)
         return add_block(carry, jnp.where(visible, scores, -jnp.inf), v)
 
-    def visit_old(i, carry):
+    def visit(i, carry):
+        """A block as it was before the new positions, which nobody may see in it."""
         row, pos, exists = source.locate(i, span, tile.block)
-        return attend(carry, cached(pl.ds(row, tile.block), exists), pos, exists)
+        rows = pl.ds(row, tile.block)
+        if is_ring:
+            # Loads that do not wait for the slot's length; its dead slots are dropped after.
+            k_low, k_high, v = k_ref[rows, low], k_ref[rows, high], v_ref[rows, columns]
+            v = jnp.where(exists[:, None], v, 0.0)
+        else:
+            k_low, k_high, v = (
+                plt.load(ref.at[rows, where], mask=exists[:, None], other=0.0)
+                for ref, where in ((k_ref, low), (k_ref, high), (v_ref, columns))
+            )
+        return attend(carry, k_low.T, k_high.T, v, pos, exists)
 
-    def visit_last(i, carry):
-        row, pos, exists = source.locate(i, span, tile.block)
-        is_new = exists & (pos >= start)
-        # A ring's loads do not wait for the slot's length; its dead slots are dropped after.
-        live = None if isinstance(source, Ring) else exists & ~is_new
-        block = cached(pl.ds(row, tile.block), live)
-        has_new = jnp.max(is_new.astype(jnp.int32)) > 0
-        block = lax.cond(
-            has_new, lambda block: with_new(row, pos, is_new, block), lambda block: block, block
-        )
-        return attend(carry, block, pos, exists)
+    def visit_new(carry):
+        """The new positions, which are written as well."""
+        new_t = jnp.arange(MAX_POSITIONS)
+        pos = start + new_t
+        exists = (new_t < problem.num_new) & (pos < end)
+        exists = exists if is_ring else exists & (pos < source.size)
+        k_low, k_high = new.keys(new_t, exists, dtype)
+        v = new.values(new_t, exists, column, dtype)
+        row = lax.rem(pos, source.size) if is_ring else pos
+        first = (exists & (part == 0))[None, :]
+        for k, begin in ((k_low, 0), (k_high, half)):
+            at = row[None, :], begin + jnp.arange(half)[:, None]
+            plt.store(k_out.at[at], k, mask=first)
+        at = row[:, None], column + jnp.arange(problem.columns)[None, :]
+        plt.store(v_out.at[at], v, mask=exists[:, None])
+        return attend(carry, k_low, k_high, v, pos, exists)
 
-    carry = empty_carry(problem)
-    if isinstance(source, Ring):
-        carry = visit_last(split, carry)
+    carry, last = empty_carry(problem), tile.splits - 1
+    if is_ring:
+        carry = lax.cond(split == last, visit_new, lambda carry: visit(split, carry), carry)
     else:
-        # Blocks before the new positions, then the one or two that hold them.
-        step, stop = problem.tile.splits, source.blocks(span, tile.block)[1]
-        first, num_old = _share(span, source, tile, split)
-        carry = lax.fori_loop(0, num_old, lambda n, c: visit_old(first + n * step, c), carry)
-        for n in range(2 if step == 1 else 1):
-            i = first + (num_old + n) * step
-            carry = lax.cond(i < stop, lambda c, i=i: visit_last(i, c), lambda c: c, carry)
+        first, stop = source.blocks(span, tile.block)
+        mine = first + lax.rem(split - lax.rem(first, tile.splits) + tile.splits, tile.splits)
+        count = pl.cdiv(jnp.maximum(stop - mine, 0), tile.splits)
+        # The new positions are one block more, dealt in turn like the others; taken first, while
+        # the registers of the running output are free.
+        is_next = lax.rem(jnp.maximum(stop, first), tile.splits) == split
+        carry = lax.cond(is_next, visit_new, lambda carry: carry, carry)
+        carry = lax.fori_loop(0, count, lambda n, c: visit(mine + n * tile.splits, c), carry)
     o, top, mass = *carry[:2], carry[2].sum(1)
     row = jnp.arange(tile.rows)
     live = (row < problem.num_rows)[:, None]
@@ -320,11 +315,3 @@ def _kernel(problem, eps, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref,
     plt.store(o_ref.at[at], o, mask=live)
     top_ref[...] = top
     mass_ref[...] = mass
-
-
-def _share(span, source, tile, split):
-    """Of a split: its first block of a linear cache, and how many hold no new position."""
-    first, stop = source.blocks(span, tile.block)
-    first += lax.rem(split - lax.rem(first, tile.splits) + tile.splits, tile.splits)
-    old_stop = jnp.minimum(stop, span.start // tile.block)
-    return first, pl.cdiv(jnp.maximum(old_stop - first, 0), tile.splits)

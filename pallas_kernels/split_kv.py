@@ -196,7 +196,10 @@ def add_block(carry, scores, v):
     decay = jnp.exp2((top - new_top) * LOG2_E)
     weights = jnp.exp2((scores - new_top[:, None]) * LOG2_E)
     o = o * decay[:, None] + plt.dot(weights.astype(v.dtype), v)
-    share = weights if mass.shape[1] > 1 else weights.sum(1)[:, None]
+    wide = mass.shape[1]
+    share = weights if wide == weights.shape[1] else weights.sum(1)[:, None]
+    if 1 < wide != share.shape[1]:  # a block of another width: its sum goes to the first key's
+        share = jnp.where(jnp.arange(wide)[None, :] == 0, share, 0.0)
     return o, new_top, mass * decay[:, None] + share
 
 

@@ -30,7 +30,8 @@ def compute_options(config: Config, backend: str | None = None) -> ComputeOption
         experts=_implementation("moe.impl", own[1], config.dtype, "dense", backend),
         is_fused=config.attention.verify == "fused",
         group_heads=config.attention.group_heads,
-        fuse_rows=config.attention.fuse_rows,
+        # Fused, a key is summed with the rows it came with: another order in verify than in decode.
+        fuse_rows=config.attention.fuse_rows and not config.decode.uniform_rows,
     )
 
 

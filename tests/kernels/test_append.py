@@ -189,21 +189,6 @@ def test_bfloat16_rounds_where_the_plain_code_rounds():
     check(SMALL[0], "interpret", jnp.bfloat16, 5e-3)
 
 
-def test_decode_and_verify_add_in_one_order():
-    # given: three rows verified at once; then the same rows one by one over the same cache
-    case = SMALL[3]
-    case = dataclasses.replace(case, starts=(14, 15, 31), valid=(3, 3, 3))
-    inputs = make(case, np.float32, np.nan)
-    together, *_ = run(case, "interpret", inputs, np.float32)
-    qkv, q_norm, k_norm, cos, sin, k, v, starts, _ = inputs.arrays
-    for t in range(3):
-        row = (x[:, t : t + 1] for x in (qkv, cos, sin))
-        qkv_t, cos_t, sin_t = row
-        step = Inputs((qkv_t, q_norm, k_norm, cos_t, sin_t, k, v, starts + t, starts + t + 1), [])
-        out, k, v = run(dataclasses.replace(case, num_new=1), "interpret", step, np.float32)
-        np.testing.assert_array_equal(out[:, 0], together[:, t])
-
-
 @pytest.mark.parametrize("case", FULL, ids=str)
 @pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
 def test_every_declared_shape_lowers(case, device):
