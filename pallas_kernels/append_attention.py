@@ -22,11 +22,9 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference, tiles
 from pallas_kernels.dispatch import check_shapes, refusal, resolve
+from pallas_kernels.key_sources import Linear, Ring, Span
 from pallas_kernels.split_kv import (
-    Linear,
     Problem,
-    Ring,
-    Span,
     add_block,
     combine,
     empty_carry,

@@ -147,7 +147,8 @@ def _sum_blocks(tile, num_inputs, works, load_rows, weight_refs, expert, columns
 
     A program that does not work loads nothing.
     """
-    steps = jnp.where(works, num_inputs // tile.block, 0)
+    # Not a `where` of two constants: Pallas would give them the type of the condition.
+    steps = works.astype(jnp.int32) * (num_inputs // tile.block)
     on_matrix_units = tile.rows >= 16
     shape = (tile.rows, tile.columns) if on_matrix_units else (tile.rows, tile.columns, tile.block)
 

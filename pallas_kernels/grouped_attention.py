@@ -7,7 +7,8 @@ rope(k_norm * value), keeps values and only the rotated numbers of the keys.
 
 from pallas_kernels import reference, tiles
 from pallas_kernels.dispatch import check_shapes, refusal, resolve
-from pallas_kernels.split_kv import Linear, attend
+from pallas_kernels.key_sources import Linear
+from pallas_kernels.split_kv import attend
 
 
 def grouped_attention(

@@ -6,7 +6,8 @@ general engine's fused kernel does for verification. Kept to measure what groupi
 
 from pallas_kernels import reference, tiles
 from pallas_kernels.dispatch import check_shapes, refusal, resolve
-from pallas_kernels.split_kv import Linear, attend
+from pallas_kernels.key_sources import Linear
+from pallas_kernels.split_kv import attend
 
 
 def per_head_attention(q, k_cache, v_cache, starts, ends, *, window=None, impl=None, tile=None):

@@ -8,7 +8,8 @@ slack would overwrite keys that its first rows need.
 
 from pallas_kernels import reference, tiles
 from pallas_kernels.dispatch import check_shapes, refusal, resolve
-from pallas_kernels.split_kv import Chunk, Linear, RingHistory, attend
+from pallas_kernels.key_sources import Chunk, Linear, RingHistory
+from pallas_kernels.split_kv import attend
 
 
 def prefill_attention(

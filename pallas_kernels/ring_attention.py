@@ -7,7 +7,8 @@ C slots serves T <= C - window + 1 positions: an older row would need a key that
 
 from pallas_kernels import reference, tiles
 from pallas_kernels.dispatch import check_shapes, refusal, resolve
-from pallas_kernels.split_kv import Ring, attend
+from pallas_kernels.key_sources import Ring
+from pallas_kernels.split_kv import attend
 
 MAX_POSITIONS = 16
 

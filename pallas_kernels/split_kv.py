@@ -6,7 +6,7 @@ Rows are read from and written to [B, T, N, H] as it is: row r is position r // 
 no transpose and no padding runs outside. Keys that do not exist are never loaded (zeros stand in)
 and score -inf, so whatever their slots hold cannot leak, and a row that sees nothing gives zeros.
 A fully masked block adds exact zeros, so a longer cache or a later verify changes no earlier bit.
-Imports `tiles` and `reference` (the constant for an empty row), nothing else of the package.
+Imports `tiles`, `key_sources` and `reference` (the constant for an empty row) of the package.
 """
 
 import dataclasses
@@ -18,98 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.key_sources import Chunk, Ring, Source, Span
 from pallas_kernels.reference import EMPTY
 from pallas_kernels.tiles import Tile, next_power_of_two
 
 LOG2_E = 1.4426950408889634
 COLUMNS = 128  # of the output that one combining program writes
 COMBINE = Tile(rows=16, block=16, splits=1, warps=4, stages=1)  # its warps and stages
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """What one program knows about its rows and its slot; traced numbers."""
-
-    start: jax.Array  # position of the slot's row 0
-    end: jax.Array  # one past the newest position of the slot
-    first: jax.Array  # positions of the tile's first and last row
-    last: jax.Array
-    oldest: jax.Array  # the oldest position that any row of the tile may see
-
-
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """Row p of a cache of `size` rows keeps position p."""
-
-    size: int
-
-    def blocks(self, span, block):
-        """First and one-past-last block to visit."""
-        stop = jnp.minimum(jnp.minimum(span.end, self.size), span.last + 1)
-        return span.oldest // block, pl.cdiv(stop, block)
-
-    def locate(self, i, span, block):
-        """(row of the array, positions of the block, which of them exist)."""
-        pos = i * block + jnp.arange(block)
-        return i * block, pos, (pos < jnp.minimum(span.end, self.size)) & (pos >= span.oldest)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Slot p mod size keeps the newest position p below the slot's end; visited slot by slot."""
-
-    size: int
-
-    def blocks(self, span, block):
-        """First and one-past-last block to visit."""
-        return 0, self.size // block
-
-    def locate(self, i, span, block):
-        """(row of the array, positions of the block, which of them exist)."""
-        newest = span.end - 1
-        turn = newest - lax.rem(jnp.maximum(newest, 0), self.size)
-        pos = turn + i * block + jnp.arange(block)
-        pos = jnp.where(pos > newest, pos - self.size, pos)
-        return i * block, pos, (pos >= 0) & (pos >= span.oldest)
-
-
-@dataclasses.dataclass(frozen=True)
-class RingHistory:
-    """A ring that ends where the chunk starts; visited by position, so that tiles can skip."""
-
-    size: int
-
-    def blocks(self, span, block):
-        """First and one-past-last block to visit."""
-        return span.oldest // block, pl.cdiv(span.start, block)
-
-    def locate(self, i, span, block):
-        """(row of the array, positions of the block, which of them exist)."""
-        pos = i * block + jnp.arange(block)
-        kept = (pos < span.start) & (pos >= span.start - self.size)
-        return lax.rem(i * block, self.size), pos, kept & (pos >= span.oldest)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """The new keys themselves: row t is position start + t."""
-
-    size: int
-
-    def blocks(self, span, block):
-        """First and one-past-last block to visit."""
-        first = jnp.maximum(span.oldest - span.start, 0) // block
-        stop = jnp.minimum(jnp.minimum(span.end, span.last + 1) - span.start, self.size)
-        return first, pl.cdiv(jnp.maximum(stop, 0), block)
-
-    def locate(self, i, span, block):
-        """(row of the array, positions of the block, which of them exist)."""
-        row = i * block + jnp.arange(block)
-        pos = span.start + row
-        return i * block, pos, (row < self.size) & (pos < span.end) & (pos >= span.oldest)
-
-
-Source = Linear | Ring | RingHistory | Chunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

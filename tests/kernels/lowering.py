@@ -1,8 +1,24 @@
-"""Lowering for a GPU on a machine without one."""
+"""Lowering for a GPU on a machine without one.
+
+Every kernel's own module is verified as well: JAX writes it as bytes without looking, and what is
+malformed would only show where Triton reads it, on a GPU.
+"""
 
 import warnings
 
 import jax
+from jax._src.pallas.triton import lowering as triton_lowering
+
+_lower_kernel = triton_lowering.lower_jaxpr_to_triton_module
+
+
+def _lower_and_verify(*args, **kwargs):
+    result = _lower_kernel(*args, **kwargs)
+    assert result.module.operation.verify()
+    return result
+
+
+triton_lowering.lower_jaxpr_to_triton_module = _lower_and_verify
 
 
 def lower(function, arrays, device):

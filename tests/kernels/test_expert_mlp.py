@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels import expert_mlp, route_experts, tiles
 from pallas_kernels.tiles import ProductTile
 from tests.kernels.bodies import relative_error
+from tests.kernels.lowering import lower
 from tests.oracle import gelu_tanh
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -169,8 +170,6 @@ def test_the_kernel_lowers_with_tiles_that_fit(num_rows, device):
         assert inputs % tile.block == 0 == outputs % tile.columns
         if num_rows <= 64:  # one token keeps every multiprocessor busy
             assert top_k * outputs // tile.columns >= processors
-    kind = jax.sharding.AbstractDevice(device, None, "gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
     of, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
     arrays = (
         of((num_rows, hidden), bf16),
@@ -180,12 +179,9 @@ def test_the_kernel_lowers_with_tiles_that_fit(num_rows, device):
         of((num_experts, hidden, width), bf16),
     )
     vectors = of((hidden,), bf16), of((num_experts, hidden), bf16), of((num_experts,), bf16)
-    with jax.sharding.use_abstract_mesh(mesh):
-        route = functools.partial(route_experts, top_k=top_k, eps=1e-6, impl="triton")
-        lowered = jax.jit(route).trace(arrays[0], *vectors).lower(lowering_platforms=("cuda",))
-        assert 'name = "carat_router_choice"' in lowered.as_text()
-        traced = jax.jit(lambda *a: expert_mlp(*a, impl="triton")).trace(*arrays)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    route = functools.partial(route_experts, top_k=top_k, eps=1e-6, impl="triton")
+    assert 'name = "carat_router_choice"' in lower(route, (arrays[0], *vectors), device)
+    text = lower(functools.partial(expert_mlp, impl="triton"), arrays, device)
     for name, tile in zip(("gate_up", "down"), chosen, strict=True):
         assert f'name = "carat_expert_{name}"' in text
         assert f"num_stages = {tile.stages} : i32" in text

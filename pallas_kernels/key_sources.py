@@ -1,0 +1,98 @@
+"""Where a slot's keys are and which positions a block of them holds: caches, rings, a chunk.
+
+A kernel visits blocks by number; a source says which blocks a program needs, where block i lies in
+its array, the positions it holds and which of them exist. Imports nothing of the package.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What one program knows about its rows and its slot; traced numbers."""
+
+    start: jax.Array  # position of the slot's row 0
+    end: jax.Array  # one past the newest position of the slot
+    first: jax.Array  # positions of the tile's first and last row
+    last: jax.Array
+    oldest: jax.Array  # the oldest position that any row of the tile may see
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Row p of a cache of `size` rows keeps position p."""
+
+    size: int
+
+    def blocks(self, span, block):
+        """First and one-past-last block to visit."""
+        stop = jnp.minimum(jnp.minimum(span.end, self.size), span.last + 1)
+        return span.oldest // block, pl.cdiv(stop, block)
+
+    def locate(self, i, span, block):
+        """(row of the array, positions of the block, which of them exist)."""
+        pos = i * block + jnp.arange(block)
+        return i * block, pos, (pos < jnp.minimum(span.end, self.size)) & (pos >= span.oldest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slot p mod size keeps the newest position p below the slot's end; visited slot by slot."""
+
+    size: int
+
+    def blocks(self, span, block):
+        """First and one-past-last block to visit."""
+        return 0, self.size // block
+
+    def locate(self, i, span, block):
+        """(row of the array, positions of the block, which of them exist)."""
+        newest = span.end - 1
+        turn = newest - lax.rem(jnp.maximum(newest, 0), self.size)
+        pos = turn + i * block + jnp.arange(block)
+        pos = jnp.where(pos > newest, pos - self.size, pos)
+        return i * block, pos, (pos >= 0) & (pos >= span.oldest)
+
+
+@dataclasses.dataclass(frozen=True)
+class RingHistory:
+    """A ring that ends where the chunk starts; visited by position, so that tiles can skip."""
+
+    size: int
+
+    def blocks(self, span, block):
+        """First and one-past-last block to visit."""
+        return span.oldest // block, pl.cdiv(span.start, block)
+
+    def locate(self, i, span, block):
+        """(row of the array, positions of the block, which of them exist)."""
+        pos = i * block + jnp.arange(block)
+        kept = (pos < span.start) & (pos >= span.start - self.size)
+        return lax.rem(i * block, self.size), pos, kept & (pos >= span.oldest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The new keys themselves: row t is position start + t."""
+
+    size: int
+
+    def blocks(self, span, block):
+        """First and one-past-last block to visit."""
+        first = jnp.maximum(span.oldest - span.start, 0) // block
+        stop = jnp.minimum(jnp.minimum(span.end, span.last + 1) - span.start, self.size)
+        return first, pl.cdiv(jnp.maximum(stop, 0), block)
+
+    def locate(self, i, span, block):
+        """(row of the array, positions of the block, which of them exist)."""
+        row = i * block + jnp.arange(block)
+        pos = span.start + row
+        return i * block, pos, (row < self.size) & (pos < span.end) & (pos >= span.oldest)
+
+
+Source = Linear | Ring | RingHistory | Chunk
