@@ -13,33 +13,32 @@ code 1 if a row that must be identical is not.
 
 import dataclasses
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import carat_jax
+from carat_jax.bench import command
 from carat_jax.bench.measure import Records
 from carat_jax.bench.scripted import ScriptDrafter, script
 from carat_jax.config import read_settings
 from carat_jax.engine.drafting import Drafting
 from carat_jax.engine.request import Result
 
-_CONFIG = flags.DEFINE_string("config", None, "YAML settings.")
-_SET = flags.DEFINE_multi_string("set", [], "key=value; repeatable.")
-_PROMPTS = flags.DEFINE_integer("prompts", 200, "Prompts of each run.")
-_TOKENS = flags.DEFINE_integer("tokens", 60, "Tokens generated after each.")
-_LONGEST = flags.DEFINE_integer("longest", 100, "Tokens of the longest prompt.")
-_ROWS = flags.DEFINE_integer("uniform_rows", 4, "Rows of a verify pass that all runs share.")
-_DRAFTERS = flags.DEFINE_list("drafters", ["ngram", "script"], "Drafters to compare.")
-_DRAFT_LENS = flags.DEFINE_list("draft_lens", None, "Draft lengths; default 1 to uniform_rows - 1.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0 tokens are drawn, seed 0.")
-_OUTPUT = flags.DEFINE_string("output", None, "File that JSON lines are appended to.")
-_COMMIT = flags.DEFINE_string("commit", None, "Commit of the code, where there is no git.")
-
+_FLAGS = command.new_flags("File that JSON lines are appended to.")
+_own = {"flag_values": _FLAGS}
+_PROMPTS = flags.DEFINE_integer("prompts", 200, "Prompts of each run.", 1, **_own)
+_TOKENS = flags.DEFINE_integer("tokens", 60, "Tokens generated after each.", 1, **_own)
+_LONGEST = flags.DEFINE_integer("longest", 100, "Tokens of the longest prompt.", 4, **_own)
+_ROWS = flags.DEFINE_integer("uniform_rows", 4, "Rows of a pass that all runs share.", 2, **_own)
+_DRAFTERS = flags.DEFINE_list("drafters", ["ngram", "script"], "Drafters to compare.", **_own)
+_DRAFT_LENS = flags.DEFINE_list(
+    "draft_lens", None, "Draft lengths; 1 to uniform_rows - 1 by default.", **_own
+)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0 tokens are drawn.", 0, **_own)
 
 # Prompts cut from one text that the model wrote.
 _CUTS = 4
@@ -116,20 +115,14 @@ def runs(
         yield name, length, made.generate(prompts, **sampling)
 
 
-def main(argv: list[str]) -> None:
-    """Runs the comparison."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+def main() -> int:
+    """Runs the comparison; 1 if a row that must be identical is not."""
     num_rows = _ROWS.value
     lengths = [int(length) for length in _DRAFT_LENS.value or range(1, num_rows)]
     drafters = list(itertools.product(_DRAFTERS.value, lengths))
-    try:
-        engine = carat_jax.load(read_settings(_CONFIG.value, _SET.value))
-        prompts = make_prompts(engine, _PROMPTS.value, _LONGEST.value)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    records, is_exact = Records(_OUTPUT.value, _COMMIT.value), True
+    engine = carat_jax.load(read_settings(_FLAGS.config, _FLAGS.set))
+    prompts = make_prompts(engine, _PROMPTS.value, _LONGEST.value)
+    records, is_exact = Records(_FLAGS.output, _FLAGS.commit), True
     law = {"temperature": _TEMPERATURE.value, "seed": 0, "max_tokens": _TOKENS.value}
     for rows in (num_rows, 0):
         plain, started = None, time.perf_counter()
@@ -147,8 +140,8 @@ def main(argv: list[str]) -> None:
                 tokens_a_round=1 + accepted / rounds, seconds=time.perf_counter() - started,
             )  # fmt: skip
             started = time.perf_counter()
-    sys.exit(not is_exact)
+    return int(not is_exact)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main, _FLAGS, __doc__)

@@ -75,7 +75,8 @@ class ScriptDrafter:
         return own
 
 
-def _script(num_slots: int):
+def empty_script(num_slots: int):
+    """Parameters of a script drafter that knows nothing yet."""
     return (
         jnp.zeros((num_slots, CONTEXT + 16), jnp.int32),
         jnp.zeros(CONTEXT + 16, jnp.int32),
@@ -84,7 +85,7 @@ def _script(num_slots: int):
 
 def set_script(engine: EngineLoop, texts, right) -> None:
     """What the drafter knows: whole texts by slot, and how many right tokens at each position."""
-    truth, pattern = (np.array(x) for x in _script(engine.num_slots))
+    truth, pattern = (np.array(x) for x in empty_script(engine.num_slots))
     for slot, text in enumerate(texts):
         truth[slot, : len(text)] = text
     pattern[:] = np.resize(right, pattern.shape)
@@ -128,7 +129,7 @@ def drafting(name: str, num_drafts: int, num_slots: int = 1, **choices: Any) -> 
     if name == "none":
         return Drafting(NoDrafter())
     if name == "script":
-        return Drafting(ScriptDrafter(num_drafts), _script(num_slots))
+        return Drafting(ScriptDrafter(num_drafts), empty_script(num_slots))
     if name == "ngram":
         return Drafting(NgramDrafter(num_drafts, shortest=1))
     if name == "model":

@@ -30,7 +30,7 @@ from tests.engine.drafter_toys import (
     run,
     set_script,
 )
-from tests.engine.toy_engine import LINES, line_ids, prompt, scripted_hook, starts, toy
+from tests.engine.toy_engine import CONTEXT, LINES, line_ids, prompt, scripted_hook, starts, toy
 
 DRAFTERS = ("script", "ngram", "assistant", "combined", "model")
 # The longest one repeats itself, so that something can be looked up.
@@ -83,13 +83,23 @@ def test_lengths_that_change_from_round_to_round_give_the_plain_ids(name):
     assert [r.ids for r in results] == [want.ids for want in answers()]
 
 
-@pytest.mark.parametrize("name", ["combined", "model"])
-def test_drawn_ids_and_logprobs_are_plain_samplings(name):
-    results = run(prepared(name), PROMPTS, DRAWN)
+def test_drawn_ids_and_logprobs_are_plain_samplings():
+    results = run(prepared("combined"), PROMPTS, DRAWN)
     for got, want in zip(results, answers(DRAWN), strict=True):
         assert got.ids == want.ids
         for ours, theirs in zip(got.logprobs, want.logprobs, strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_end_of_the_context_cuts_drafts(name):
+    # given texts that repeat themselves and leave 6 and 2 places, fewer than are drafted
+    texts = [(prompt(7) * 20)[: CONTEXT - left] for left in (6, 2)]
+    params = sampling_from(GREEDY, max_tokens=50)
+    want = [run(loop("none"), [ids], params)[0] for ids in texts]
+    got = run(prepared(name), texts, params)
+    assert [r.ids for r in got] == [r.ids for r in want]
+    assert [(len(r.ids), r.finish_reason) for r in got] == [(6, "length"), (2, "length")]
 
 
 def test_who_drafted_what_is_counted():
