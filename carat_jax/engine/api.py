@@ -19,7 +19,6 @@ from flax import nnx
 from tqdm import tqdm
 
 from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
-from carat_jax.decoding.drafters import NoDrafter
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.engine.compile_cache import use_compile_cache
 from carat_jax.engine.drafting import Drafting, open_drafter
@@ -47,7 +46,12 @@ _REFERENCE = {
     "dtype": "float32",
     "cache": {"local_layers": "ring", "global_layers": "kv"},
     "attention": {"impl": "xla", "verify": "fused", "group_heads": True},
-    "decode": {"drafter": "none", "uniform_rows": 0, "simulate_acceptance": None},
+    "decode": {
+        "drafter": "none",
+        "sample_drafts": False,
+        "uniform_rows": 0,
+        "simulate_acceptance": None,
+    },
 }
 
 
@@ -203,13 +207,18 @@ class Engine:
         return Engine(chosen, opened, plan.drafting.loaded(), self._hook)
 
     def reference(self) -> "Engine":
-        """What others are held against: these weights widened to float32, plain JAX, no drafts."""
+        """What others are held against: these weights widened to float32, plain JAX, no drafts.
+
+        Raises:
+          ValueError: a second copy of the weights does not fit the device.
+        """
         given = self.settings.given | read_settings(keywords=_REFERENCE).given
         opened, settings = self._opened, dataclasses.replace(self.settings, given=given)
-        graph, _ = split(Gemma4(opened.model, jnp.float32))
+        graph, plan = draw(settings.build(), opened.model, opened.folder, hook=self._hook)
+        plan.check_fits(device_limit())
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), opened.params)
         exact = dataclasses.replace(opened, graph=graph, params=params)
-        return Engine(settings, exact, Drafting(NoDrafter()), self._hook)
+        return Engine(settings, exact, plan.drafting, self._hook)
 
     def generate(
         self,

@@ -161,6 +161,9 @@ def test_a_variant_counts_the_weights_it_shares_once(monkeypatch):
     monkeypatch.setattr(api, "device_limit", lambda: needed - 1)
     with pytest.raises(ValueError, match=r"what fits: engine.max_context=4095 or"):
         engine.variant(sampling={"top_k": 3})
+    # the reference is a second copy of the weights
+    with pytest.raises(ValueError, match=r"weights 18\.4 MiB"):
+        engine.reference()
 
 
 def test_a_limit_counts_what_is_in_use(monkeypatch):
