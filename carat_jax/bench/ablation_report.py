@@ -20,6 +20,9 @@ time; *limit*: reading a large array once in the same run, {read} GB/s. *compile
 the first call took. Exactness is against {reference}: the largest difference of a log-probability
 at any place of the variant's own text, and the first token that differs from the reference's text.
 Rows with the same *text* wrote the same ids."""
+_ROUNDED = """\
+The weights in float32 do not fit beside the model's own, so the reference rounds as well: the
+differences are those of two roundings, and the first token that differs is no fault of either."""
 _ON_XLA = """\
 Attention is plain JAX here (`impl xla`): `fused` is one masked pass over the whole cache and no
 kernel, so `verify`, `group_heads` and `fuse_rows` of `attention` say nothing about a GPU."""
@@ -94,6 +97,8 @@ def table(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> str:
         names = dict.fromkeys(row["reference"] for row in done)
         numbers = {"rounds": load.rounds, "read": _number(read), "reference": ", ".join(names)}
         lines += ["", _NOTES.format(**numbers)]
+        if any(name != "float32" for name in names):
+            lines += ["", _ROUNDED]
         if load.logprobs:
             lines += ["", _LOGPROBS]
         if any("impl xla" in row["engine"] for row in done):
