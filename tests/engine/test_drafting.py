@@ -1,12 +1,17 @@
 """From the settings to a drafter: what is opened, and what is refused in one line."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from carat_jax import convert
+from carat_jax.assistant_families import ASSISTANTS
 from carat_jax.config import read_settings
 from carat_jax.engine.drafting import open_drafter
+from carat_jax.families import FAMILIES, named_size
+from carat_jax.model.assistant import Assistant
+from carat_jax.model.params import split
 from carat_jax.numerics.options import PLAIN
 from tests.assistant_pair import F32, pair
 from tests.assistant_toys import assistant_config, assistant_weights, write_assistant
@@ -52,6 +57,15 @@ def test_an_assistant_is_converted_with_its_target(target, tmp_path):
     assert not (tmp_path / "out" / "assistant" / "model.safetensors").exists()
     made = opened(tmp_path / "out", drafter="assistant")
     jax.tree.map(np.testing.assert_array_equal, made.params, pair().params)
+
+
+def test_a_size_cut_to_its_first_layers_has_the_assistant_of_the_whole():
+    keywords = {"model": "random:31b/6", "decode": {"drafter": "assistant"}}
+    config = read_settings(keywords=keywords).build()
+    made = open_drafter(config, named_size("31b/6"), None, PLAIN)
+    whole = Assistant(ASSISTANTS["31b"], FAMILIES["31b"], jnp.dtype("bfloat16"))
+    assert made.specs == split(whole)[1]
+    assert made.params == ()
 
 
 def test_a_smaller_model_is_opened_with_caches_of_its_own(target):
