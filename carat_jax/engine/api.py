@@ -344,10 +344,13 @@ class Engine:
         stages = "fused" if compute.is_fused else f"three stages over {loop.rungs or 'exact'} keys"
         if loop.options.simulate_acceptance is not None:
             drafter += " (acceptance is simulated: the text means nothing)"
+        rows = (
+            "" if compute.impl == "xla" else f", rows {'fused' if compute.fuse_rows else 'apart'}"
+        )
         return (
             f"device: {stats['device']}; local layers: {config.cache.local_layers}, "
             f"global layers: {config.cache.global_layers}, {stages}, "
-            f"{'grouped' if compute.group_heads else 'single'} heads, impl {compute.impl}"
+            f"{'grouped' if compute.group_heads else 'single'} heads, impl {compute.impl}{rows}"
             f"{experts}; drafter: {drafter}; "
             f"{config.dtype} weights {size_text(stats['weight_bytes'])}, "
             f"caches {size_text(stats['cache_bytes'])} for {loop.num_slots} x {loop.max_context} "
