@@ -47,7 +47,18 @@ class Reuse:
         It is 0 where the prompt would keep less than half of what the slot holds: a beginning that
         many prompts share must not cost another conversation its history.
         """
-        most = min(len(held.ids), len(ids) - 1)
-        same = next((i for i in range(most) if held.ids[i] != ids[i]), most)
+        same = min(_shared(held.ids, tuple(ids)), len(ids) - 1)
         is_whole = held.furthest <= self.capacity or held.furthest - same <= self.max_rollback
         return same if is_whole and 2 * same >= len(held.ids) else 0
+
+
+def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """The length of the longest common beginning, by halves: slices compare at C's speed."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
