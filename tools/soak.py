@@ -143,12 +143,13 @@ def serve(
     alone: carat_jax.Engine,
     tally: Tally,
 ) -> None:
-    """Runs requests to their ends, as many side by side as the queue takes."""
+    """Runs requests to their ends: crowds that fill the queue, and times with free slots."""
     running: list[Request] = []
     written: list[list[int]] = []
     submitted = 0
     while submitted < num_requests or running:
-        while submitted < num_requests and load.happens(0.4):
+        is_crowded = submitted // 25 % 2 == 0
+        while submitted < num_requests and load.happens(0.5 if is_crowded else 0.06):
             prompt, params = load.prompt(written), load.params()
             if params.max_tokens and params.n > crowd.loop.room:
                 tally.refused += _is_refused(crowd, prompt, params)
