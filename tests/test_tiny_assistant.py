@@ -16,7 +16,6 @@ from tools.train_tiny_assistant import acceptance
 
 TINY = Path(carat_jax.__file__).parent / "tiny"
 ASSISTANT = TINY / "assistant"
-pytestmark = pytest.mark.skipif(not ASSISTANT.is_dir(), reason="not trained yet")
 
 
 def test_it_is_two_layers_in_published_form_and_small():

@@ -10,6 +10,7 @@ at each step, weighted by how sure the target is, because that is what a draft m
 """
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 import carat_jax
 from carat_jax.assistant_families import ASSISTANTS, AssistantConfig
 from carat_jax.cache.bank import CacheBank
+from carat_jax.cache.linear import LinearCache
 from carat_jax.families import FAMILIES
 from carat_jax.model.assistant import Assistant, draft, load_assistant, target_views
 from carat_jax.model.checkpoint import load_params
@@ -58,11 +60,12 @@ def parse_flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Recorded:
+@dataclasses.dataclass(frozen=True)
+class Recorded(LinearCache):
     """A cache that holds the rows of one step and nothing before them."""
 
-    def __init__(self, k=None, v=None):
-        self.k, self.v = k, v
+    k: jax.Array | None = None
+    v: jax.Array | None = None
 
     def extend(self, k, v, starts, num_valid, slots, window):
         """Holds these rows; see `RingCache.extend`."""
