@@ -25,6 +25,7 @@ SWITCHES = {
     "per_head": {"attention.group_heads": False},
     "single_operations": {"attention.fuse_rows": False},
     "ngram": {"decode.drafter": "ngram", "decode.draft_len": 4},
+    "assistant": {"decode.drafter": "assistant", "decode.draft_len": 3},
     "uniform_rows": {"decode.uniform_rows": 4},
     "rounds_per_call": {"decode.rounds_per_call": 8},
 }
