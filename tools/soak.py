@@ -102,8 +102,8 @@ class Workload:
         return self._random.random() < chance
 
 
-def tiny() -> tuple[carat_jax.Engine, Workload]:
-    """An engine of `tiny` with many slots and a drafter, and its workload."""
+def tiny() -> tuple[carat_jax.Engine, carat_jax.Engine, Workload]:
+    """An engine of `tiny` with many slots and a drafter, one without, and the workload."""
     engine = carat_jax.load(
         "tiny",
         dtype="float32",
@@ -114,7 +114,9 @@ def tiny() -> tuple[carat_jax.Engine, Workload]:
         decode={"drafter": "ngram", "draft_len": 3},
     )  # fmt: skip
     texts = [engine.tokenizer.encode(prompt.text)[1:] for prompt in held_out_prompts()]
-    return engine, Workload(engine, texts, _SEED.value)
+    single = {"max_batch": 1, "reuse_prefix": False}
+    alone = engine.variant(engine=single, decode={"drafter": "none"})
+    return engine, alone, Workload(engine, texts, _SEED.value)
 
 
 def judge(request: Request, alone: carat_jax.Engine, tally: Tally) -> None:
@@ -178,11 +180,17 @@ def _is_refused(engine: carat_jax.Engine, prompt: list[int], params: SamplingPar
     return False
 
 
-def soak(crowd: carat_jax.Engine, load: Workload, num_requests: int) -> dict[str, Any]:
-    """Serves a quarter of the requests, then the rest; what happened, with `passed`."""
-    alone = crowd.variant(
-        engine={"max_batch": 1, "reuse_prefix": False}, decode={"drafter": "none"}
-    )
+def soak(
+    crowd: carat_jax.Engine, alone: carat_jax.Engine, load: Workload, num_requests: int
+) -> dict[str, Any]:
+    """Serves a quarter of the requests, then the rest; what happened, with `passed`.
+
+    Args:
+      crowd: the engine under test.
+      alone: what its answers are judged by.
+      load: the requests.
+      num_requests: how many.
+    """
     for engine in (crowd, alone):
         engine.warm_up()
     tally = Tally()

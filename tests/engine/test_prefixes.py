@@ -113,7 +113,7 @@ def test_samples_of_one_prompt_continue_together():
     before = engine.counters.reused_tokens
     got = run(engine, [history], params)[0]
     assert engine.counters.reused_tokens - before == 31
-    want = run(loop("none", 0, 2, engine__reuse_prefix=False), [history], params)[0]
+    want = cold(history, params)
     assert [output.ids for output in got.outputs] == [output.ids for output in want.outputs]
 
 
@@ -135,21 +135,25 @@ def test_scores_and_lost_states_leave_nothing_to_continue_from():
     assert_equal(got, cold(history))
 
 
-def test_a_chat_continues_and_a_switch_turns_it_off():
+def test_a_switch_turns_it_off():
+    before, ids = loop("none", engine__reuse_prefix=False).counters.reused_tokens, prompt(20)
+    cold([*ids, *cold(ids).ids, *prompt(5)[1:]])
+    assert loop("none", engine__reuse_prefix=False).counters.reused_tokens == before == 0
+
+
+def test_a_chat_continues():
     engine = {"max_batch": 1, "max_context": 256, "prefill_chunks": [32]}
-    chatty = carat_jax.load(
-        "tiny", dtype="float32", engine=engine, decode={"drafter": "ngram", "draft_len": 3}
-    )
-    off = chatty.variant(**{"engine.reuse_prefix": False})
+    chatty = carat_jax.load("tiny", dtype="float32", engine=engine)
     settings = {"temperature": 0.0, "max_tokens": 40}
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
-    for content in ("And then?", "Why?"):
+    for content in ("And then?", "Why?", None):
+        before = chatty.stats()["reused_tokens"]
         first = chatty.chat(messages, **settings)
-        assert first.ids == off.chat(messages, **settings).ids
+        assert (chatty.stats()["reused_tokens"] > before + 20) == (len(messages) > 1)
+        # a score takes the only slot, and leaves nothing in it to continue from
+        chatty.score("Once")
+        assert first.ids == chatty.chat(messages, **settings).ids
         messages += [
             {"role": "assistant", "content": first.text},
             {"role": "user", "content": content},
         ]
-    assert chatty.chat(messages, **settings).ids == off.chat(messages, **settings).ids
-    assert chatty.stats()["reused_tokens"] > 100
-    assert off.stats()["reused_tokens"] == 0

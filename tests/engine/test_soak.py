@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from tests.engine.toy_engine import make_engine, tokenizer
+from tests.engine.toy_engine import tokenizer
 from tools.soak import Workload, soak
 
 
-def test_mixed_requests_are_answered_as_their_single_runs_and_nothing_grows():
-    engine = make_engine(max_batch=6, max_queue=10, prefill_chunks=[8, 32], prefill_budget=32)
-    crowd = engine.variant(decode={"drafter": "ngram", "draft_len": 3})
+def test_mixed_requests_are_answered_as_their_single_runs_and_nothing_grows(engine):
+    slots = {"max_batch": 6, "max_queue": 10}
+    crowd = engine.variant(engine=slots, decode={"drafter": "ngram", "draft_len": 3})
     rng = np.random.default_rng(0)
     texts = [rng.integers(310, tokenizer().vocab_size, 9).tolist() for _ in range(20)]
-    report = soak(crowd, Workload(crowd, texts, seed=1), 100)
+    report = soak(crowd, engine, Workload(crowd, texts, seed=1), 100)
     assert report["wrong"] == []
     assert (report["requests"], report["compilations"], report["restarts"]) == (100, 0, 0)
     assert report["arrays_grown"] <= 0
