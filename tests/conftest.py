@@ -7,14 +7,20 @@ The floors above deal in plain Python values, whose wrong types they refuse them
 
 import importlib.util
 import os
+import tempfile
 
 import pytest
 from jaxtyping import install_import_hook
 
 import tests.typecheck  # noqa: F401  (the hook finds its checker among what is imported)
 
-# Tests write to nobody's cache folder; those of the cache turn it on in processes of their own.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# One compilation cache for the whole run, its workers and the programs they start: many tests
+# build the same small engine. It is empty at first and gone at the end; nobody else's is written.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="carat-jax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 if not os.environ.get("CARAT_TEST_GPU"):
     os.environ["JAX_PLATFORMS"] = "cpu"
     two_devices = "--xla_force_host_platform_device_count=2"

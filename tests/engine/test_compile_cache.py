@@ -24,6 +24,7 @@ def home(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(compile_cache, "_given", None)
     jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", None)  # the one of this test run
     yield tmp_path / "home"
     for key, value in before.items():
         jax.config.update(key, value)
