@@ -225,7 +225,7 @@ def test_attention_in_blocks_is_the_same(monkeypatch):
     pos = jnp.broadcast_to(jnp.arange(13), (2, 13))
     view = KeyView(jnp.asarray(k), jnp.asarray(v), pos)
     whole = attend(jnp.asarray(q), pos, view, 5)
-    monkeypatch.setattr("carat_jax.numerics.attention._MAX_SCORES", 2 * 4 * 13 * 5)
+    monkeypatch.setattr("carat_jax.numerics.attention.MAX_SCORES", 2 * 4 * 13 * 5)
     np.testing.assert_allclose(attend(jnp.asarray(q), pos, view, 5), whole, atol=1e-6)
 
 
