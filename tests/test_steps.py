@@ -47,6 +47,29 @@ def test_every_chunk_size_gives_the_reference_logits_at_every_position(chunk, se
         assert_logits(logits, want)
 
 
+def test_a_slot_without_rows_keeps_what_it_holds_and_looks_at_none_of_it(sequences):
+    # given: three filled slots; then one row for the second alone
+    model = toy("T4")
+    bank, _ = model.feed(model.bank(), sequences, 8)
+    tokens, num_valid = np.full((3, 1), 5, np.int32), np.array([0, 1, 0], np.int32)
+    kept = [np.array(leaf[0]) for leaf in jax.tree.leaves(bank.layers)]
+    held = [int(length) for length in bank.lengths]
+
+    def spoilt(leaf):  # every row of the first slot, which nobody may read now
+        return leaf.at[0].set(np.nan)
+
+    layers, lengths = jax.tree.map(spoilt, bank.layers), bank.lengths + 0  # steps take theirs
+    other = dataclasses.replace(bank, layers=layers, lengths=lengths)
+    # when
+    bank, hidden, _ = model.steps.verify(model.params, bank, tokens, num_valid)
+    _, again, _ = model.steps.verify(model.params, other, tokens, num_valid)
+    # then
+    np.testing.assert_array_equal(hidden, again)
+    assert [int(length) for length in bank.lengths] == [held[0], held[1] + 1, held[2]]
+    for leaf, before in zip(jax.tree.leaves(bank.layers), kept, strict=True):
+        np.testing.assert_array_equal(leaf[0], before)
+
+
 @pytest.mark.parametrize(
     ("name", "chunk"),
     [*(("T4e", chunk) for chunk in (1, MAX_ROWS, W + 1, 60)), ("26b", 1), ("26b", W + 1)],

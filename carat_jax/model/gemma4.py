@@ -114,7 +114,9 @@ class Gemma4(nnx.Module):
           with the rows added and the lengths moved on.
         """
         config = self.config
-        starts = bank.lengths if slots is None else bank.lengths[slots]
+        held = bank.lengths if slots is None else bank.lengths[slots]
+        # A slot without rows looks at nothing, however much it keeps for whoever continues from it.
+        starts = jnp.where(num_valid > 0, held, 0)
         positions = starts[:, None] + jnp.arange(tokens.shape[1])
         step = StepContext(
             starts=starts,
@@ -136,7 +138,7 @@ class Gemma4(nnx.Module):
             taps.put("embed", x)
         hidden = run_layers(self.layers, x, per_layer, step, self.norm, "layer")
         taps.put("hidden", hidden)
-        lengths = starts + num_valid if slots is None else bank.lengths.at[slots].add(num_valid)
+        lengths = held + num_valid if slots is None else bank.lengths.at[slots].add(num_valid)
         return hidden, dataclasses.replace(bank, layers=step.caches, lengths=lengths)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
