@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference
-from pallas_kernels.dispatch import IMPLS
+from pallas_kernels.dispatch import choose
 from pallas_kernels.tiles import next_power_of_two
 
 MAX_WIDTH = 8192  # float32 numbers of a row that one program keeps in registers
@@ -41,10 +41,14 @@ def residual_norm(x, branch, branch_weight, next_weight, scale=None, *, eps, imp
             f"residual_norm: x {x.shape}, branch {branch.shape}, weights {branch_weight.shape} and "
             f"{next_weight.shape} do not match"
         )
-    impl = _resolve(x, impl)
+    width, reason, on_triton = x.shape[-1], None, None
+    if width > MAX_WIDTH:
+        reason = f"rows of {width} numbers are more than {MAX_WIDTH}"
+    if x.dtype != jnp.bfloat16:
+        on_triton = f"rows of {x.dtype.name}: Triton takes bfloat16 only"
+    impl = choose("residual_norm", impl, reason, on_triton)
     if impl == "xla":
         return reference.residual_norm(x, branch, branch_weight, next_weight, scale, eps=eps)
-    width = x.shape[-1]
     rows = x.size // width
     row = pl.BlockSpec((None, width), lambda i: (i, 0))
     vector = pl.BlockSpec((width,), lambda i: (0,))
@@ -60,24 +64,6 @@ def residual_norm(x, branch, branch_weight, next_weight, scale=None, *, eps, imp
         name="carat_residual_norm",
     )(x.reshape(rows, width), branch.reshape(rows, width), branch_weight, next_weight, *scalars)
     return y.reshape(x.shape), normed.reshape(x.shape)
-
-
-def _resolve(x, impl) -> str:
-    """The implementation to run."""
-    if impl not in (None, *IMPLS):
-        raise ValueError(f"residual_norm: impl={impl!r} is not one of {IMPLS} or None")
-    reason = None
-    if x.shape[-1] > MAX_WIDTH:
-        reason = f"rows of {x.shape[-1]} numbers are more than {MAX_WIDTH}"
-    elif impl != "interpret" and x.dtype != jnp.bfloat16:
-        reason = f"rows of {x.dtype.name}: Triton takes bfloat16 only"
-    if impl is None:
-        return "triton" if reason is None and jax.default_backend() == "gpu" else "xla"
-    if impl != "xla" and reason is not None:
-        raise NotImplementedError(
-            f"residual_norm: impl={impl!r} cannot run: {reason}; use impl='xla'"
-        )
-    return impl
 
 
 def _kernel(width, eps):
