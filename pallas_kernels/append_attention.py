@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference, tiles
 from pallas_kernels.dispatch import check_shapes, refusal, resolve
+from pallas_kernels.early_start import can_start_early, start_next_kernel
 from pallas_kernels.key_sources import Linear, Ring, Span
 from pallas_kernels.split_kv import (
     Problem,
@@ -114,6 +115,7 @@ def append_attention(
         window=window,
         sources=(Ring(capacity) if is_ring else Linear(capacity),),
         tile=tile or tiles.grouped_tile(**shape, kv_heads=kv_heads),
+        is_early=can_start_early(impl),
     )
     return _append(
         problem, eps, impl == "interpret", qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts,
@@ -220,7 +222,7 @@ class _NewRows:
 
     def queries(self, dtype):
         """Both halves of the tile's queries [rows, H/2], and the index t of each."""
-        row = jnp.arange(self.problem.tile.rows)
+        row = start_next_kernel(jnp.arange(self.problem.tile.rows), self.problem.is_early)
         t, head = row // self.problem.group, row % self.problem.group
         live = row < self.problem.num_rows
         return self._turned((t, head), live, self.q_norm, 1, dtype), t

@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference
 from pallas_kernels.dispatch import choose
+from pallas_kernels.early_start import can_start_early, start_next_kernel
 from pallas_kernels.tiles import next_power_of_two
 
 MAX_WIDTH = 8192  # float32 numbers of a row that one program keeps in registers
@@ -54,7 +55,7 @@ def residual_norm(x, branch, branch_weight, next_weight, scale=None, *, eps, imp
     vector = pl.BlockSpec((width,), lambda i: (0,))
     scalars = [] if scale is None else [scale]
     y, normed = pl.pallas_call(
-        _kernel(width, eps),
+        _kernel(width, eps, can_start_early(impl)),
         grid=(rows,),
         in_specs=[row, row, vector, vector, *[pl.BlockSpec((1,), lambda i: (0,)) for _ in scalars]],
         out_specs=[row, row],
@@ -66,12 +67,12 @@ def residual_norm(x, branch, branch_weight, next_weight, scale=None, *, eps, imp
     return y.reshape(x.shape), normed.reshape(x.shape)
 
 
-def _kernel(width, eps):
+def _kernel(width, eps, is_early):
     """The kernel of one row, under the name that profilers show."""
 
     def carat_residual_norm(x_ref, branch_ref, branch_weight_ref, next_weight_ref, *refs):
         *scalars, y_ref, normed_ref = refs
-        column = jnp.arange(next_power_of_two(width))
+        column = start_next_kernel(jnp.arange(next_power_of_two(width)), is_early)
         valid = column < width
 
         def load(ref):

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.early_start import can_start_early, start_next_kernel
 from pallas_kernels.key_sources import Chunk, Ring, Source, Span
 from pallas_kernels.reference import EMPTY
 from pallas_kernels.tiles import Tile, next_power_of_two
@@ -39,6 +40,7 @@ class Problem:
     window: int | None
     sources: tuple[Source, ...]
     tile: Tile
+    is_early: bool  # whether the next kernel may start while this one runs
 
     @property
     def num_rows(self) -> int:
@@ -63,7 +65,8 @@ class Problem:
 
 def _flat_rows(problem, tile_index, kv_head):
     """Of a tile's rows: index into [T * N], new position, and whether the row is no padding."""
-    row = tile_index * problem.tile.rows + jnp.arange(problem.tile.rows)
+    row = start_next_kernel(jnp.arange(problem.tile.rows), problem.is_early)
+    row += tile_index * problem.tile.rows
     new, head = row // problem.group, row % problem.group
     return new * problem.num_heads + kv_head * problem.group + head, new, row < problem.num_rows
 
@@ -190,7 +193,7 @@ def _combine_kernel(problem, o_ref, top_ref, mass_ref, out_ref, *stat_refs):
     """Merges the splits of one row: grid (rows, slots x sets of rows, column blocks)."""
     splits, columns = problem.tile.splits, min(COLUMNS, problem.head_dim)
     row, head = pl.program_id(0), pl.program_id(1) % (problem.num_heads // problem.group)
-    split = jnp.arange(next_power_of_two(splits))
+    split = start_next_kernel(jnp.arange(next_power_of_two(splits)), problem.is_early)
     valid, split = split < splits, jnp.minimum(split, splits - 1)
     at = jnp.full(split.shape, row)
     column = pl.program_id(2) * columns + jnp.arange(columns)
@@ -297,6 +300,7 @@ def attend(
         window=window,
         sources=sources,
         tile=tile,
+        is_early=can_start_early("interpret" if interpret else "triton"),
     )
     if problem.rotated and problem.parts > 1:
         raise NotImplementedError(f"{name}: values that carry keys are read whole; got {tile}")

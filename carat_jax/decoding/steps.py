@@ -37,7 +37,7 @@ from carat_jax.decoding.speculative import (
 )
 from carat_jax.decoding.state import DecodeState
 from carat_jax.model.params import merge
-from carat_jax.numerics.options import ComputeOptions
+from carat_jax.numerics.options import ComputeOptions, compiler_options
 
 # Log-probability of each token, and the best ids with theirs; None where nobody asked.
 Told = tuple[Float[Array, "B rows"], Int[Array, "B rows n"], Float[Array, "B rows n"]] | None
@@ -265,15 +265,16 @@ def build_steps(
 
         return jax.lax.scan(one, state, length=options.rounds_per_call)
 
-    jit_verify = jax.jit(verify, donate_argnames="bank", static_argnames="num_keys")
+    jit = functools.partial(jax.jit, compiler_options=compiler_options())
+    jit_verify = jit(verify, donate_argnames="bank", static_argnames="num_keys")
 
     def uniform_round() -> Callable[..., tuple[DecodeState, Drawn]]:
-        @functools.partial(jax.jit, donate_argnames="state")
+        @functools.partial(jit, donate_argnames="state")
         def before(params: Any, state: DecodeState):
             state, proposal = propose(params, state)
             return state, proposal, *rows_to_verify(state, proposal)
 
-        jit_accept = jax.jit(accept, donate_argnames="state", static_argnames="kind")
+        jit_accept = jit(accept, donate_argnames="state", static_argnames="kind")
 
         def run(params: Any, state: DecodeState, kind: SamplerKind, num_keys: int | None = None):
             state, proposal, tokens, num_valid = before(params, state)
@@ -354,17 +355,17 @@ def build_steps(
 
     fused = whole_round if options.rounds_per_call == 1 else several_rounds
     return Steps(
-        prefill=jax.jit(prefill, donate_argnames="state"),
+        prefill=jit(prefill, donate_argnames="state"),
         round=uniform_round()
         if options.uniform_rows
-        else jax.jit(fused, donate_argnames="state", static_argnames=("kind", "num_keys")),
+        else jit(fused, donate_argnames="state", static_argnames=("kind", "num_keys")),
         verify=jit_verify,
-        score=jax.jit(score, donate_argnames="state"),
-        first=jax.jit(first, donate_argnames="state", static_argnames="kind"),
-        admit=jax.jit(admit, donate_argnames="state"),
-        set_rows=jax.jit(set_rows, donate_argnames="state"),
-        fork=jax.jit(fork, donate_argnames="state"),
-        release=jax.jit(release, donate_argnames="state"),
+        score=jit(score, donate_argnames="state"),
+        first=jit(first, donate_argnames="state", static_argnames="kind"),
+        admit=jit(admit, donate_argnames="state"),
+        set_rows=jit(set_rows, donate_argnames="state"),
+        fork=jit(fork, donate_argnames="state"),
+        release=jit(release, donate_argnames="state"),
     )
 
 

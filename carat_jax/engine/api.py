@@ -33,6 +33,7 @@ from carat_jax.families import ModelConfig, named_size
 from carat_jax.model import checkpoint
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import num_bytes, random_params, split
+from carat_jax.numerics.options import compiler_options
 
 # A prompt is text, or token ids that are used as they are.
 Prompt = str | Sequence[int]
@@ -340,6 +341,7 @@ class Engine:
         """What was chosen, in one line: device, implementations, caches, compiled shapes."""
         config, loop, stats = self.config, self.loop, self.stats()
         compute, drafter = loop.options.compute, loop.drafter.name
+        options = "".join(f"; {name}={value}" for name, value in compiler_options().items())
         experts = f", experts {compute.experts}" if self.model.enable_moe_block else ""
         stages = "fused" if compute.is_fused else f"three stages over {loop.rungs or 'exact'} keys"
         if loop.options.simulate_acceptance is not None:
@@ -355,7 +357,7 @@ class Engine:
             f"{config.dtype} weights {size_text(stats['weight_bytes'])}, "
             f"caches {size_text(stats['cache_bytes'])} for {loop.num_slots} x {loop.max_context} "
             f"positions; prefill chunks {config.engine.prefill_chunks}, "
-            f"rounds of {loop.num_rows} rows"
+            f"rounds of {loop.num_rows} rows{options}"
         )
 
     def stats(self) -> dict[str, Any]:

@@ -6,6 +6,8 @@ to another. What was asked for is in the settings; `engine.shapes` makes this of
 
 import dataclasses
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True)
 class ComputeOptions:
@@ -36,3 +38,15 @@ class ComputeOptions:
 
 # Plain JAX, grouped, over whole caches.
 PLAIN = ComputeOptions()
+
+
+def compiler_options() -> dict[str, str]:
+    """What XLA is told about the steps on this machine's backend, beyond its defaults.
+
+    On a GPU XLA rewrites the product of one row with fewer than 10 M weights into a multiplication
+    and a sum. With rows of the weights along the sum that writes the products out: 36 MB of traffic
+    a layer instead of 12 for the 26B's `down_proj`.
+    """
+    if jax.default_backend() != "gpu":
+        return {}
+    return {"xla_disable_hlo_passes": "dot-strength-reduction"}
