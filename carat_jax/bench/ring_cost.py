@@ -1,0 +1,86 @@
+"""`python -m carat_jax.bench.ring_cost`: what attention of a local layer costs inside a step.
+
+A kernel timed alone in a chain is not what it costs between its neighbours. Here the engine's
+verify pass of so many positions runs with the local layers' attention and without it (queries
+stand in for its result, everything else stays), both queued, in turn; the difference over the
+number of local layers is the cost of one. The kernel's norms, RoPE and cache write go with it.
+
+    python -m carat_jax.bench.ring_cost --config configs/random-31b.yaml --output results
+
+Appends to `ring_cost.jsonl` in --output; without it rows are only printed.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from absl import flags
+
+from carat_jax.bench import command, device_steps
+from carat_jax.bench.measure import Records
+from carat_jax.cache.append import append_attend
+from carat_jax.engine.api import Engine
+from carat_jax.model import decoder_layer
+
+_FLAGS = command.new_flags("Folder of the rows.")
+_own = {"flag_values": _FLAGS}
+_CONTEXT = flags.DEFINE_integer("context", 6000, "Positions each slot holds.", 1, **_own)
+_BATCH = flags.DEFINE_integer("batch", 1, "Slots that decode.", 1, **_own)
+_ROWS = flags.DEFINE_list("rows", ["1", "4", "8"], "Positions of a pass; one or more.", **_own)
+_STEPS = flags.DEFINE_integer("steps", 20, "Steps queued between two readings.", 1, **_own)
+
+
+@contextlib.contextmanager
+def without_local_attention() -> Iterator[None]:
+    """Steps that are traced meanwhile leave the local layers' attention out."""
+
+    def skip(cache, new, starts, num_valid, window, options):
+        if window is None:
+            return append_attend(cache, new, starts, num_valid, window, options)
+        queries = new.qkv[..., : new.group, :]
+        return cache, queries.reshape(*queries.shape[:2], -1, queries.shape[-1])
+
+    with mock.patch.object(decoder_layer, "append_attend", skip):
+        yield
+
+
+def verify_steps(base: Engine, rows: list[int], context: int, batch: int) -> dict:
+    """The verify pass of each number of rows, by (rows, whether local layers attend)."""
+    sizes = {"max_batch": batch, "max_context": context + device_steps.ROOM}
+    engine = base.variant(engine=sizes, decode={"drafter": "none"})
+    compute = engine.loop.options.compute
+    if compute.impl == "xla" or not compute.fuse_rows:
+        raise ValueError("ring_cost: attention.fuse_rows must be on and run as a kernel here")
+    steps = {}
+    for attends in (True, False):
+        loop = device_steps.filled(engine.variant(), context)
+        with contextlib.nullcontext() if attends else without_local_attention():
+            steps |= {(count, attends): device_steps.verify(loop, count) for count in rows}
+    return steps
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    output = _FLAGS.output and Path(_FLAGS.output)
+    if output:
+        output.mkdir(parents=True, exist_ok=True)
+    base = command.load_weights(_FLAGS)
+    records = Records(output and str(output / "ring_cost.jsonl"), _FLAGS.commit)
+    model, rows = base.model, [int(count) for count in _ROWS.value]
+    layers = sum(model.layer(i).is_sliding for i in range(model.num_hidden_layers))
+    steps = verify_steps(base, rows, _CONTEXT.value, _BATCH.value)
+    device_steps.compile_all(steps)
+    median = device_steps.medians(device_steps.alternate(steps, _STEPS.value))
+    for count in rows:
+        ms, without_ms = median[count, True] * 1e3, median[count, False] * 1e3
+        records.add(
+            bench="ring_cost", model=base.config.model, context=_CONTEXT.value,
+            batch=_BATCH.value, positions=count, local_layers=layers, ms=ms,
+            without_ms=without_ms, us_a_layer=(ms - without_ms) * 1e3 / layers,
+        )  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main, _FLAGS, __doc__)
