@@ -10,9 +10,10 @@ lives through all of them. Counted is what the equations make, in float32 whatev
     MLP                 gate, up and their product, and those of each expert a row passes
     logits              twice for scoring (raw, normalised), `_SAMPLER_COPIES` in a round
 
-A chunk reads a ring before it overwrites it, for which XLA copies the rings of all slots. On a CPU
-XLA widens bfloat16 weights and caches to float32, those of all layers at once. The copies counted
-are those that `memory_analysis()` of the compiled steps shows; the tests hold one to the other.
+A chunk reads a ring before it overwrites it, for which XLA copies the rings of all slots on a CPU
+(on a GPU it does not; they are room to spare). On a CPU it widens bfloat16 weights and caches to
+float32, those of all layers at once. The copies counted are those that `memory_analysis()` of the
+compiled steps shows; the tests hold one to the other.
 """
 
 import dataclasses

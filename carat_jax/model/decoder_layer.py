@@ -22,7 +22,7 @@ from carat_jax.families import LayerSpec, ModelConfig
 from carat_jax.model.moe import Experts, Router
 from carat_jax.model.params import TensorSource, matrix, param, vector
 from carat_jax.model.taps import Taps
-from carat_jax.numerics.attention import KeyView, RotatedView, attend
+from carat_jax.numerics.attention import ChunkView, KeyView, RotatedView, attend
 from carat_jax.numerics.layers import gelu_gate, linear, rms_norm, rope_frequencies, rotate
 from carat_jax.numerics.options import ComputeOptions
 from pallas_kernels.residual_norm import residual_norm
@@ -170,7 +170,15 @@ class Attention(nnx.Module):
             heads = step.taps.put(f"{name}.q", q.reshape(*q.shape[:2], -1, spec.head_dim))
             view = step.views[spec.kv_owner]
             step.taps.put_attention(name, heads, step.positions, view, spec.window)
-            return attend(heads, step.positions, view, spec.window, step.options)
+            out = attend(heads, step.positions, view, spec.window, step.options)
+        if spec.owns_kv and isinstance(view, ChunkView):
+            # Rows that wait for what reads the ring before them: free to come first, they would
+            # make XLA copy the ring, of every slot.
+            k, v, out = jax.lax.optimization_barrier((k, v, out))
+            step.caches[spec.index], _ = cache.extend(
+                k, v, step.starts, step.num_valid, step.slots, spec.window
+            )
+        return out
 
 
 class MLP(nnx.Module):
