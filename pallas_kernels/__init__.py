@@ -3,7 +3,7 @@
 Imports nothing of `carat_jax`; the engine calls these functions and knows nothing about GPUs.
 """
 
-from pallas_kernels.append_attention import append_attention
+from pallas_kernels.append_attention import append_attention, borrow_attention
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.expert_router import route_experts
 from pallas_kernels.grouped_attention import grouped_attention
@@ -15,6 +15,7 @@ from pallas_kernels.ring_attention import ring_attention
 
 __all__ = [
     "append_attention",
+    "borrow_attention",
     "expert_mlp",
     "grouped_attention",
     "merge_partials",

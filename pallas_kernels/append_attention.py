@@ -7,6 +7,8 @@ block: it makes their keys and values from the projection, attends to them and w
 reads what it writes: in a linear cache those rows are masked, in a ring they hold positions that
 have left the window.
 
+A layer that borrows its keys reads the same way and adds nothing.
+
 A key is summed with the rows it came with, not with its cache block, so decode and verify may
 round a row differently; steps that promise equal bits use the separate operations.
 """
@@ -83,30 +85,88 @@ def append_attention(
     Raises:
       NotImplementedError: a named impl cannot run this shape, dtype or device.
     """
-    kernel = "append_attention"
-    slots, num_new, kv_heads, _, head_dim = qkv.shape
-    q_shape = (slots, num_new, kv_heads * group, head_dim)
-    q = jax.ShapeDtypeStruct(q_shape, qkv.dtype)
-    check_shapes(kernel, q, k_cache, v_cache, starts, ends)
-    capacity = k_cache.shape[2]
-    check_new_rows(kernel, qkv, cos, sin, group, window=window, ring=capacity if is_ring else None)
-    reason = refusal(q, k_cache, v_cache, max_rows=MAX_ROWS, rows=num_new * group)
+    if qkv.shape[3] not in (group + 1, group + 2):
+        raise ValueError(
+            f"append_attention: a KV head of {group} queries has {group + 1} or {group + 2} parts, "
+            f"not {qkv.shape[3]}"
+        )
+    check_angles("append_attention", qkv, cos, sin)
+    capacity, num_new = k_cache.shape[2], qkv.shape[1]
+    if is_ring and num_new > capacity - window + 1:
+        raise ValueError(
+            f"append_attention: {num_new} positions need a ring of {window + num_new - 1} slots "
+            f"for window={window}; it has {capacity}"
+        )
+    impl, problem = _plan(
+        "append_attention", qkv, (k_cache, v_cache), (starts, ends),
+        group=group, window=window, is_ring=is_ring, impl=impl, tile=tile, appends=True,
+    )  # fmt: skip
+    arrays = qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends
+    if impl == "xla":
+        return reference.append_attention(
+            *arrays, group=group, eps=eps, window=window, is_ring=is_ring
+        )
+    return _run(problem, eps, True, impl == "interpret", *arrays)
+
+
+def borrow_attention(
+    q, q_norm, cos, sin, k_cache, v_cache, starts, ends, *,
+    eps, window=None, is_ring=False, impl=None, tile=None,
+):  # fmt: skip
+    """Attends from T positions of a layer that reads another's cache: norm, RoPE, attention.
+
+    Args:
+      q: [B, T, K, G, H], the queries as projected, by the KV head they read.
+      ends: int32 [B], one past the newest position in the cache.
+      Else as in `append_attention`; nothing is written.
+
+    Returns:
+      [B, T, N, H] in the caches' dtype.
+
+    Raises:
+      NotImplementedError: a named impl cannot run this shape, dtype or device.
+    """
+    check_angles("borrow_attention", q, cos, sin)
+    impl, problem = _plan(
+        "borrow_attention", q, (k_cache, v_cache), (starts, ends),
+        group=q.shape[3], window=window, is_ring=is_ring, impl=impl, tile=tile, appends=False,
+    )  # fmt: skip
+    if impl == "xla":
+        return reference.borrow_attention(
+            q, q_norm, cos, sin, k_cache, v_cache, starts, ends,
+            eps=eps, window=window, is_ring=is_ring,
+        )  # fmt: skip
+    arrays = q, q_norm, q_norm, cos, sin, k_cache, v_cache, starts, ends
+    return _run(problem, eps, False, impl == "interpret", *arrays)
+
+
+def check_angles(kernel, rows, cos, sin):
+    """ValueError when a projection [B, T, K, parts, H] and the tables of its angles contradict."""
+    angles = (*rows.shape[:2], rows.shape[4] // 2)
+    if cos.shape != angles or sin.shape != angles:
+        raise ValueError(f"{kernel}: cos {cos.shape} and sin {sin.shape} must be {angles}")
+
+
+def _plan(kernel, rows, caches, positions, *, group, window, is_ring, impl, tile, appends):
+    """(implementation, problem) of a call; the problem is None where no kernel runs."""
+    slots, num_new, kv_heads, _, head_dim = rows.shape
+    capacity, num_rows = caches[0].shape[2], num_new * group
+    q = jax.ShapeDtypeStruct((slots, num_new, kv_heads * group, head_dim), rows.dtype)
+    check_shapes(kernel, q, *caches, *positions)
+    reason = refusal(q, *caches, max_rows=MAX_ROWS, rows=num_rows)
     if num_new > MAX_POSITIONS:
         reason = f"{num_new} positions are more than {MAX_POSITIONS}"
-    shape = {"rows": num_new * group, "head_dim": head_dim, "device": tiles.current_device()}
+    shape = {"rows": num_rows, "head_dim": head_dim, "device": tiles.current_device()}
     if is_ring and reason is None:
         tile = tile or tiles.ring_tile(**shape, capacity=capacity)
         if capacity != tile.block * tile.splits:
             reason = f"a ring of {capacity} slots is not {tile.splits} blocks of {tile.block}"
-        else:  # and one program for the new positions
+        elif appends:  # and one program for the new positions
             tile = dataclasses.replace(tile, splits=tile.splits + 1)
-    impl = resolve(kernel, impl, q, k_cache, v_cache, reason)
+    impl = resolve(kernel, impl, q, *caches, reason)
     if impl == "xla":
-        return reference.append_attention(
-            qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends,
-            group=group, eps=eps, window=window, is_ring=is_ring,
-        )  # fmt: skip
-    problem = Problem(
+        return impl, None
+    return impl, Problem(
         num_new=num_new,
         num_heads=kv_heads * group,
         group=group,
@@ -117,33 +177,14 @@ def append_attention(
         tile=tile or tiles.grouped_tile(**shape, kv_heads=kv_heads),
         is_early=can_start_early(impl),
     )
-    return _append(
-        problem, eps, impl == "interpret", qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts,
-        ends,
-    )  # fmt: skip
-
-
-def check_new_rows(kernel, qkv, cos, sin, group, *, window, ring):
-    """ValueError when a projection, its angles and the ring's slots (or None) contradict."""
-    slots, num_new, _, parts, head_dim = qkv.shape
-    if parts not in (group + 1, group + 2):
-        raise ValueError(
-            f"{kernel}: a KV head of {group} queries has {group + 1} or {group + 2} parts, "
-            f"not {parts}"
-        )
-    angles = (slots, num_new, head_dim // 2)
-    if cos.shape != angles or sin.shape != angles:
-        raise ValueError(f"{kernel}: cos {cos.shape} and sin {sin.shape} must be {angles}")
-    if ring is not None and num_new > ring - window + 1:
-        raise ValueError(
-            f"{kernel}: {num_new} positions need a ring of {window + num_new - 1} slots "
-            f"for window={window}; it has {ring}"
-        )
 
 
 # Jitted so that a step that calls it once a layer traces and lowers it once.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _append(problem, eps, interpret, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run(
+    problem, eps, appends, interpret,
+    qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends,
+):  # fmt: skip
     """Launches the kernel and the combine of its splits."""
     slots, num_new, kv_heads, parts, head_dim = qkv.shape
     tile, sets = problem.tile, slots * kv_heads
@@ -165,20 +206,23 @@ def _append(problem, eps, interpret, qkv, q_norm, k_norm, cos, sin, k_cache, v_c
     ins += [(cos, by_slot(cos)), (sin, by_slot(sin)), (qkv, rows)]
     ins += [(k_cache, cache), (v_cache, cache)]
     outs = partial_outputs(problem, sets)
-    outs += [(jax.ShapeDtypeStruct(x.shape, x.dtype), cache) for x in (k_cache, v_cache)]
-    name = "carat_append_ring" if isinstance(problem.sources[0], Ring) else "carat_append_linear"
-    *partials, k_cache, v_cache = launch(
-        named(name, _kernel, problem, eps),
+    if appends:
+        outs += [(jax.ShapeDtypeStruct(x.shape, x.dtype), cache) for x in (k_cache, v_cache)]
+    where = "ring" if isinstance(problem.sources[0], Ring) else "linear"
+    name = f"carat_{'append' if appends else 'borrow'}_{where}"
+    results = launch(
+        named(name, _kernel, problem, eps, appends),
         grid=(problem.parts, tile.splits, sets),
         ins=ins,
         outs=outs,
         tile=tile,
         interpret=interpret,
-        aliases={len(ins) - 2: 3, len(ins) - 1: 4},
+        aliases={len(ins) - 2: 3, len(ins) - 1: 4} if appends else {},
     )
+    partials, caches = results[:3], results[3:]
     shape = (slots, num_new, problem.num_heads, head_dim)
     out = combine(name, problem, partials, shape, v_cache.dtype, interpret=interpret)
-    return out, k_cache, v_cache
+    return (out, *caches) if appends else out
 
 
 class _NewRows:
@@ -241,15 +285,18 @@ class _NewRows:
         return (part * inverse).astype(dtype)
 
 
-def _kernel(problem, eps, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref, sin_ref, *refs):
+def _kernel(
+    problem, eps, appends, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref, sin_ref, *refs
+):
     """One program: grid (column parts, splits, slots x KV heads)."""
-    rows_ref, k_ref, v_ref, o_ref, top_ref, mass_ref, k_out, v_out = refs
+    rows_ref, k_ref, v_ref, o_ref, top_ref, mass_ref, *cache_outs = refs
     tile, window, (source,) = problem.tile, problem.window, problem.sources
     part, split = pl.program_id(0), pl.program_id(1)
     slot = pl.program_id(2) // (problem.num_heads // problem.group)
     start, end = starts_ref[slot], ends_ref[slot]
     oldest = jnp.maximum(0, start - window + 1) if window is not None else 0
-    span = Span(start, start, start, start + problem.num_new - 1, jnp.int32(oldest))
+    known = start if appends else end
+    span = Span(start, known, start, start + problem.num_new - 1, jnp.int32(oldest))
     is_ring = isinstance(source, Ring)
     dtype, half, column = v_ref.dtype, problem.head_dim // 2, part * problem.columns
     new = _NewRows(problem, eps, (q_norm_ref, k_norm_ref), (cos_ref, sin_ref), rows_ref)
@@ -288,7 +335,7 @@ def _kernel(problem, eps, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref,
         k_low, k_high = new.keys(new_t, exists, dtype)
         v = new.values(new_t, exists, column, dtype)
         row = lax.rem(pos, source.size) if is_ring else pos
-        first = (exists & (part == 0))[None, :]
+        first, (k_out, v_out) = (exists & (part == 0))[None, :], cache_outs
         for k, begin in ((k_low, 0), (k_high, half)):
             at = row[None, :], begin + jnp.arange(half)[:, None]
             plt.store(k_out.at[at], k, mask=first)
@@ -297,16 +344,19 @@ def _kernel(problem, eps, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref,
         return attend(carry, k_low, k_high, v, pos, exists)
 
     carry, last = empty_carry(problem), tile.splits - 1
-    if is_ring:
+    if is_ring and appends:
         carry = lax.cond(split == last, visit_new, lambda carry: visit(split, carry), carry)
+    elif is_ring:
+        carry = visit(split, carry)
     else:
         first, stop = source.blocks(span, tile.block)
         mine = first + lax.rem(split - lax.rem(first, tile.splits) + tile.splits, tile.splits)
         count = pl.cdiv(jnp.maximum(stop - mine, 0), tile.splits)
         # The new positions are one block more, dealt in turn like the others; taken first, while
         # the registers of the running output are free.
-        is_next = lax.rem(jnp.maximum(stop, first), tile.splits) == split
-        carry = lax.cond(is_next, visit_new, lambda carry: carry, carry)
+        if appends:
+            is_next = lax.rem(jnp.maximum(stop, first), tile.splits) == split
+            carry = lax.cond(is_next, visit_new, lambda carry: carry, carry)
         carry = lax.fori_loop(0, count, lambda n, c: visit(mine + n * tile.splits, c), carry)
     o, top, mass = *carry[:2], carry[2].sum(1)
     row = jnp.arange(tile.rows)

@@ -128,21 +128,31 @@ def residual_norm(x, branch, branch_weight, next_weight, scale=None, *, eps):
     return y, _rms_norm(y, next_weight, eps)
 
 
+def _turned(x, weight, eps, cos, sin, dtype):
+    """Heads [B,T,K,heads,H] after norm and RoPE; number i turns with number i + H/2."""
+    low, high = jnp.split(_rms_norm(x, weight, eps).astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None, None], sin[:, :, None, None]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(dtype)
+
+
+def borrow_attention(
+    q, q_norm, cos, sin, k_cache, v_cache, starts, ends, *, eps, window=None, is_ring=False
+):
+    """Queries [B,T,K,G,H] normed, rotated, and what they read of the caches."""
+    q = _turned(q, q_norm, eps, cos, sin, v_cache.dtype)
+    attend = ring_attention if is_ring else grouped_attention
+    q = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    return attend(q, k_cache, v_cache, starts, ends, window=window)
+
+
 def append_attention(
     qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends, *,
     group, eps, window=None, is_ring=False,
 ):  # fmt: skip
     """New rows [B,T,K,parts,H] normed, rotated, put into the caches, and attended from."""
-    slots, num_new, kv_heads, _, head_dim = qkv.shape
+    slots, num_new = qkv.shape[:2]
     capacity, dtype = k_cache.shape[2], v_cache.dtype
-
-    def turned(x, weight):  # [B,T,K,heads,H]
-        low, high = jnp.split(_rms_norm(x, weight, eps).astype(jnp.float32), 2, axis=-1)
-        c, s = cos[:, :, None, None], sin[:, :, None, None]
-        return jnp.concatenate([low * c - high * s, high * c + low * s], -1).astype(dtype)
-
-    q = turned(qkv[..., :group, :], q_norm).reshape(slots, num_new, kv_heads * group, head_dim)
-    k = turned(qkv[..., group : group + 1, :], k_norm)[..., 0, :]
+    k = _turned(qkv[..., group : group + 1, :], k_norm, eps, cos, sin, dtype)[..., 0, :]
     v = _rms_norm(qkv[..., -1, :], None, eps).astype(dtype)
     position = starts[:, None] + jnp.arange(num_new)
     place = position % capacity if is_ring else position
@@ -150,8 +160,11 @@ def append_attention(
     slot = jnp.arange(slots)[:, None]
     k_cache = k_cache.at[slot, :, place].set(k, mode="drop")
     v_cache = v_cache.at[slot, :, place].set(v, mode="drop")
-    attend = ring_attention if is_ring else grouped_attention
-    return attend(q, k_cache, v_cache, starts, ends, window=window), k_cache, v_cache
+    out = borrow_attention(
+        qkv[..., :group, :], q_norm, cos, sin, k_cache, v_cache, starts, ends,
+        eps=eps, window=window, is_ring=is_ring,
+    )  # fmt: skip
+    return out, k_cache, v_cache
 
 
 def route_experts(x, scale, proj, expert_scale, *, top_k, eps):

@@ -1,4 +1,4 @@
-"""Adding new positions to a cache and attending from them in one kernel.
+"""A layer's norms, RoPE, cache rows and attention in one kernel, over its own cache or another's.
 
 The separate operations (norms, RoPE, cache rows, attention) are right everywhere; this route takes
 the short steps of rings and of whole key-value caches, where launches cost more than bytes.
@@ -9,8 +9,14 @@ import dataclasses
 from carat_jax.array_types import Array, Float, Lengths, Queries
 from carat_jax.cache.linear import LinearCache
 from carat_jax.cache.ring import RingCache
+from carat_jax.numerics.attention import LinearView, RingView
 from carat_jax.numerics.options import ComputeOptions
-from pallas_kernels.append_attention import MAX_POSITIONS, MAX_ROWS, append_attention
+from pallas_kernels.append_attention import (
+    MAX_POSITIONS,
+    MAX_ROWS,
+    append_attention,
+    borrow_attention,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +40,16 @@ class Projection:
     tables: tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
 
 
-def can_append(cache: object, num_rows: int, group: int, options: ComputeOptions) -> bool:
-    """Whether one kernel serves `num_rows` new positions of every slot of this cache."""
+def fits_one_kernel(keys: object, num_rows: int, group: int, options: ComputeOptions) -> bool:
+    """Whether one kernel serves `num_rows` positions of every slot of this cache, or this view."""
     if options.impl == "xla" or not options.fuse_rows:
         return False
     if num_rows > MAX_POSITIONS or num_rows * group > MAX_ROWS:
         return False
-    if isinstance(cache, RingCache):
+    if isinstance(keys, RingCache | RingView):
         return True
-    return isinstance(cache, LinearCache) and options.is_fused and options.group_heads
+    is_linear = isinstance(keys, LinearCache | LinearView)
+    return is_linear and options.is_fused and options.group_heads
 
 
 def append_attend(
@@ -56,7 +63,7 @@ def append_attend(
     """The cache with the new positions in it, and what their queries read.
 
     Args:
-      cache: one that `can_append`.
+      cache: one that `fits_one_kernel`.
       new: the projection of T new positions of every slot.
       starts: positions already in each slot, `[B]`.
       num_valid: how many of the T rows are real, `[B]`; the others are not written.
@@ -69,3 +76,27 @@ def append_attend(
         impl=options.impl,
     )  # fmt: skip
     return type(cache)(k, v), out
+
+
+def borrow_attend(
+    view: RingView | LinearView,
+    q: Float[Array, "B T K G H"],
+    q_norm: Float[Array, "H"],
+    eps: float,
+    tables: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
+    starts: Lengths,
+    window: int | None,
+    options: ComputeOptions,
+) -> Queries:
+    """What a layer without keys of its own reads: `q` as projected, the rest as `append_attend`.
+
+    Args:
+      view: what another layer's cache shows, one that `fits_one_kernel`.
+      starts: position of each slot's first query.
+    """
+    is_ring = isinstance(view, RingView)
+    base = 0 if is_ring else view.base
+    return borrow_attention(
+        q, q_norm, *tables, view.k, view.v, starts - base, view.ends - base,
+        eps=eps, window=window, is_ring=is_ring, impl=options.impl,
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from carat_jax.array_types import Array, Float, Hidden, Int, Lengths, Queries, Slots
-from carat_jax.cache.append import Projection, append_attend, can_append
+from carat_jax.cache.append import Projection, append_attend, borrow_attend, fits_one_kernel
 from carat_jax.cache.bank import Cache
 from carat_jax.families import LayerSpec, ModelConfig
 from carat_jax.model.moe import Experts, Router
@@ -114,9 +114,10 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
             fused = linear(x, self.qkv_proj.get_value())
         cache = step.caches.get(spec.index)
-        if step.slots is None and can_append(cache, x.shape[1], group, step.options):
+        keys = cache if spec.owns_kv else step.views[spec.kv_owner]
+        if step.slots is None and fits_one_kernel(keys, x.shape[1], group, step.options):
             with jax.named_scope("attend"):
-                out = self._append(cache, fused, step)
+                out = (self._append if spec.owns_kv else self._borrow)(keys, fused, step)
         else:
             out = self._attend(cache, fused, step)
         with jax.named_scope("o"):
@@ -143,6 +144,16 @@ class Attention(nnx.Module):
         step.caches[spec.index] = cache
         step.views[spec.index] = cache.view(step.starts + step.num_valid, None)
         return out
+
+    def _borrow(
+        self, view: KeyView, fused: Float[Array, "B T K G H"], step: StepContext
+    ) -> Queries:
+        """The same where another layer owns the keys."""
+        spec, weight = self.spec, self.q_norm.weight.get_value()
+        tables, starts = step.rope[spec.is_sliding], step.positions[:, 0]
+        return borrow_attend(
+            view, fused, weight, self.eps, tables, starts, spec.window, step.options
+        )
 
     def _attend(
         self, cache: Cache | None, fused: Float[Array, "B T K parts H"], step: StepContext

@@ -189,6 +189,31 @@ def test_bfloat16_rounds_where_the_plain_code_rounds():
     check(SMALL[0], "interpret", jnp.bfloat16, 5e-3)
 
 
+def check_borrowed(case, impl, dtype, tolerance):
+    """Queries without keys of their own, over caches that hold the new positions already."""
+    inputs = make(case, dtype, np.nan)
+    want, new = expected(case, inputs)
+    _, *caches = run(case, "xla", inputs, dtype)
+    qkv, q_norm, _, cos, sin, _, _, starts, ends = inputs.arrays
+    if not case.is_ring:
+        ends = np.minimum(ends, case.size)
+    tile = case.tile if impl == "interpret" else None
+    cast = [jnp.asarray(x, dtype) for x in (qkv[:, :, :, : case.group], q_norm)]
+    cast += [jnp.asarray(x) for x in (cos, sin)] + [jnp.asarray(x, dtype) for x in caches]
+    more = {"window": case.window, "is_ring": case.is_ring, "impl": impl, "tile": tile}
+    call = jax.jit(lambda *args: kernels.borrow_attention(*args, eps=EPS, **more))
+    got = np.asarray(call(*cast, starts, ends), np.float32)
+    for b, position, *_ in new:
+        t = position - case.starts[b]
+        assert relative_error(got[b, t], want[b, t]) <= tolerance, (b, position)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("impl", ["xla", "interpret"])
+def test_borrowed_keys_are_seen_in_float32(case, impl):
+    check_borrowed(case, impl, np.float32, 4e-6)
+
+
 @pytest.mark.parametrize("case", FULL, ids=str)
 @pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
 def test_every_declared_shape_lowers(case, device):
@@ -213,6 +238,7 @@ def shapes(case):
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_triton_matches_float64(case):
     check(case, "triton", jnp.bfloat16, 6e-3)
+    check_borrowed(case, "triton", jnp.bfloat16, 6e-3)
 
 
 def test_refusals_name_the_shape_and_the_limit():
