@@ -313,7 +313,9 @@ def _kernel(
 
     def visit(i, carry):
         """A block as it was before the new positions, which nobody may see in it."""
-        row, pos, exists = source.locate(i, span, tile.block)
+        row, pos = source.locate(i, span, tile.block)
+        begin, stop = source.bounds(span)
+        exists = (pos >= begin) & (pos < stop)
         rows = pl.ds(row, tile.block)
         if is_ring:
             # Loads that do not wait for the slot's length; its dead slots are dropped after.

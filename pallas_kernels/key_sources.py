@@ -34,10 +34,13 @@ class Linear:
         stop = jnp.minimum(jnp.minimum(span.end, self.size), span.last + 1)
         return span.oldest // block, pl.cdiv(stop, block)
 
+    def bounds(self, span):
+        """Oldest position that exists and may be seen, and one past the newest."""
+        return span.oldest, jnp.minimum(span.end, self.size)
+
     def locate(self, i, span, block):
-        """(row of the array, positions of the block, which of them exist)."""
-        pos = i * block + jnp.arange(block)
-        return i * block, pos, (pos < jnp.minimum(span.end, self.size)) & (pos >= span.oldest)
+        """(row of the array, positions of the block)."""
+        return i * block, i * block + jnp.arange(block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +53,16 @@ class Ring:
         """First and one-past-last block to visit."""
         return 0, self.size // block
 
+    def bounds(self, span):
+        """Oldest position that exists and may be seen, and one past the newest."""
+        return span.oldest, span.end
+
     def locate(self, i, span, block):
-        """(row of the array, positions of the block, which of them exist)."""
+        """(row of the array, positions of the block)."""
         newest = span.end - 1
         turn = newest - lax.rem(jnp.maximum(newest, 0), self.size)
         pos = turn + i * block + jnp.arange(block)
-        pos = jnp.where(pos > newest, pos - self.size, pos)
-        return i * block, pos, (pos >= 0) & (pos >= span.oldest)
+        return i * block, jnp.where(pos > newest, pos - self.size, pos)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +75,13 @@ class RingHistory:
         """First and one-past-last block to visit."""
         return span.oldest // block, pl.cdiv(span.start, block)
 
+    def bounds(self, span):
+        """Oldest position that exists and may be seen, and one past the newest."""
+        return jnp.maximum(span.oldest, span.start - self.size), span.start
+
     def locate(self, i, span, block):
-        """(row of the array, positions of the block, which of them exist)."""
-        pos = i * block + jnp.arange(block)
-        kept = (pos < span.start) & (pos >= span.start - self.size)
-        return lax.rem(i * block, self.size), pos, kept & (pos >= span.oldest)
+        """(row of the array, positions of the block)."""
+        return lax.rem(i * block, self.size), i * block + jnp.arange(block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +96,13 @@ class Chunk:
         stop = jnp.minimum(jnp.minimum(span.end, span.last + 1) - span.start, self.size)
         return first, pl.cdiv(jnp.maximum(stop, 0), block)
 
+    def bounds(self, span):
+        """Oldest position that exists and may be seen, and one past the newest."""
+        return span.oldest, jnp.minimum(span.end, span.start + self.size)
+
     def locate(self, i, span, block):
-        """(row of the array, positions of the block, which of them exist)."""
-        row = i * block + jnp.arange(block)
-        pos = span.start + row
-        return i * block, pos, (row < self.size) & (pos < span.end) & (pos >= span.oldest)
+        """(row of the array, positions of the block)."""
+        return i * block, span.start + i * block + jnp.arange(block)
 
 
 Source = Linear | Ring | RingHistory | Chunk

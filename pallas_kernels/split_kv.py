@@ -131,9 +131,16 @@ def _visit(problem, source, refs, queries, q_pos, span, column, carry):
         first = first + lax.rem(split - lax.rem(first, splits) + splits, splits)
 
     one_shot = isinstance(source, Ring) and source.size == block * splits
+    low, high = source.bounds(span)
+    # What each row may see, [rows, 1], so that a score is compared twice and no more.
+    oldest = (
+        low if problem.window is None else jnp.maximum(low, q_pos - problem.window + 1)[:, None]
+    )
+    newest = jnp.minimum(q_pos, high - 1)[:, None]
 
     def body(step, carry):
-        row, pos, exists = source.locate(first + step * splits, span, block)
+        row, pos = source.locate(first + step * splits, span, block)
+        exists = (pos >= low) & (pos < high)
         rows = pl.ds(row, block)
         if one_shot:
             # Loads that do not wait for the slot's length; its dead slots are dropped after.
@@ -146,9 +153,7 @@ def _visit(problem, source, refs, queries, q_pos, span, column, carry):
         scores = plt.dot(q, v.T if problem.rotated else k.T)
         if problem.rotated:
             scores += plt.dot(q_rotated, k.T)
-        visible = (pos[None, :] <= q_pos[:, None]) & exists[None, :]
-        if problem.window is not None:
-            visible &= q_pos[:, None] - pos[None, :] < problem.window
+        visible = (pos[None, :] >= oldest) & (pos[None, :] <= newest)
         return add_block(carry, jnp.where(visible, scores, -jnp.inf), v)
 
     if one_shot:
