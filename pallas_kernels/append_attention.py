@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference, tiles
 from pallas_kernels.dispatch import check_shapes, refusal, resolve
-from pallas_kernels.early_start import can_start_early, start_next_kernel
+from pallas_kernels.early_start import start_next_kernel
 from pallas_kernels.key_sources import Linear, Ring, Span
 from pallas_kernels.split_kv import (
     Problem,
@@ -106,7 +106,7 @@ def append_attention(
         return reference.append_attention(
             *arrays, group=group, eps=eps, window=window, is_ring=is_ring
         )
-    return _run(problem, eps, True, impl == "interpret", *arrays)
+    return _run(problem, eps, True, *arrays)
 
 
 def borrow_attention(
@@ -137,7 +137,7 @@ def borrow_attention(
             eps=eps, window=window, is_ring=is_ring,
         )  # fmt: skip
     arrays = q, q_norm, q_norm, cos, sin, k_cache, v_cache, starts, ends
-    return _run(problem, eps, False, impl == "interpret", *arrays)
+    return _run(problem, eps, False, *arrays)
 
 
 def check_angles(kernel, rows, cos, sin):
@@ -175,14 +175,14 @@ def _plan(kernel, rows, caches, positions, *, group, window, is_ring, impl, tile
         window=window,
         sources=(Ring(capacity) if is_ring else Linear(capacity),),
         tile=tile or tiles.grouped_tile(**shape, kv_heads=kv_heads),
-        is_early=can_start_early(impl),
+        interpret=impl == "interpret",
     )
 
 
 # Jitted so that a step that calls it once a layer traces and lowers it once.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
-    problem, eps, appends, interpret,
+    problem, eps, appends,
     qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends,
 ):  # fmt: skip
     """Launches the kernel and the combine of its splits."""
@@ -216,12 +216,12 @@ def _run(
         ins=ins,
         outs=outs,
         tile=tile,
-        interpret=interpret,
+        interpret=problem.interpret,
         aliases={len(ins) - 2: 3, len(ins) - 1: 4} if appends else {},
     )
     partials, caches = results[:3], results[3:]
     shape = (slots, num_new, problem.num_heads, head_dim)
-    out = combine(name, problem, partials, shape, v_cache.dtype, interpret=interpret)
+    out = combine(name, problem, partials, shape, v_cache.dtype, interpret=problem.interpret)
     return (out, *caches) if appends else out
 
 
@@ -309,7 +309,7 @@ def _kernel(
         visible = (pos[None, :] <= q_pos[:, None]) & exists[None, :]
         if window is not None:
             visible &= q_pos[:, None] - pos[None, :] < window
-        return add_block(carry, jnp.where(visible, scores, -jnp.inf), v)
+        return add_block(problem, carry, jnp.where(visible, scores, -jnp.inf), v)
 
     def visit(i, carry):
         """A block as it was before the new positions, which nobody may see in it."""

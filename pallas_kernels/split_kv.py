@@ -40,7 +40,12 @@ class Problem:
     window: int | None
     sources: tuple[Source, ...]
     tile: Tile
-    is_early: bool  # whether the next kernel may start while this one runs
+    interpret: bool  # run in Pallas's interpreter
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the next kernel may start while this one runs."""
+        return can_start_early("interpret" if self.interpret else "triton")
 
     @property
     def num_rows(self) -> int:
@@ -107,12 +112,29 @@ def empty_carry(problem):
     )
 
 
-def add_block(carry, scores, v):
-    """The running (o, top, mass) after a block of values with masked `scores`, [rows, block]."""
+def _weights(problem, scores, top):
+    """2 ** (scores * LOG2_E - top) in two instructions; below 2 ** -126 it is 0."""
+    if problem.interpret:
+        return jnp.exp2(scores * LOG2_E - top)
+    fused = "fma.rn.f32 x, $1, 0f3FB8AA3B, $2; ex2.approx.ftz.f32 $0, x;"
+    return plt.elementwise_inline_asm(
+        "{ .reg .f32 x; " + fused + " }",
+        args=[scores, jnp.broadcast_to(-top, scores.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(scores.shape, scores.dtype)],
+    )[0]
+
+
+def add_block(problem, carry, scores, v):
+    """The running (o, top, mass) after a block of values with masked `scores`, [rows, block].
+
+    `top` is that of scores * LOG2_E, so that a weight takes one multiply-add and one power of two.
+    """
     o, top, mass = carry
-    new_top = jnp.maximum(top, scores.max(1))
-    decay = jnp.exp2((top - new_top) * LOG2_E)
-    weights = jnp.exp2((scores - new_top[:, None]) * LOG2_E)
+    new_top = jnp.maximum(top, scores.max(1) * LOG2_E)
+    decay = jnp.exp2(top - new_top)
+    weights = _weights(problem, scores, new_top[:, None])
     o = o * decay[:, None] + plt.dot(weights.astype(v.dtype), v)
     wide = mass.shape[1]
     share = weights if wide == weights.shape[1] else weights.sum(1)[:, None]
@@ -154,7 +176,7 @@ def _visit(problem, source, refs, queries, q_pos, span, column, carry):
         if problem.rotated:
             scores += plt.dot(q_rotated, k.T)
         visible = (pos[None, :] >= oldest) & (pos[None, :] <= newest)
-        return add_block(carry, jnp.where(visible, scores, -jnp.inf), v)
+        return add_block(problem, carry, jnp.where(visible, scores, -jnp.inf), v)
 
     if one_shot:
         return body(0, carry)
@@ -207,11 +229,11 @@ def _combine_kernel(problem, o_ref, top_ref, mass_ref, out_ref, *stat_refs):
     )
     top = plt.load(top_ref.at[split, at], mask=valid, other=EMPTY)
     mass = plt.load(mass_ref.at[split, at], mask=valid, other=0.0)
-    scale = jnp.exp2((top - top.max()) * LOG2_E)
+    scale = jnp.exp2(top - top.max())
     total = (mass * scale).sum()
     flat = row // problem.group * problem.num_heads + head * problem.group + row % problem.group
     if stat_refs:
-        stat_refs[0][flat], stat_refs[1][flat] = top.max(), total
+        stat_refs[0][flat], stat_refs[1][flat] = top.max() / LOG2_E, total
     else:
         scale /= jnp.where(total > 0, total, 1.0)
     merged = (o * scale[:, None]).sum(0).astype(out_ref.dtype)
@@ -305,7 +327,7 @@ def attend(
         window=window,
         sources=sources,
         tile=tile,
-        is_early=can_start_early("interpret" if interpret else "triton"),
+        interpret=interpret,
     )
     if problem.rotated and problem.parts > 1:
         raise NotImplementedError(f"{name}: values that carry keys are read whole; got {tile}")
