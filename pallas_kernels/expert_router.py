@@ -19,7 +19,7 @@ MAX_WIDTH = 8192  # float32 numbers of a row that one program keeps in registers
 _EXPERTS = 4  # of one scoring program: all its loads are in flight at once
 
 
-def route_experts(x, scale, proj, expert_scale, *, top_k, eps, impl=None):
+def route_experts(x, scale, proj, expert_scale, is_token=None, *, top_k, eps, impl=None):
     """The `top_k` experts with the best scores proj @ (norm(x) * scale / sqrt(D)), and weights.
 
     Args:
@@ -27,6 +27,7 @@ def route_experts(x, scale, proj, expert_scale, *, top_k, eps, impl=None):
       scale: [D].
       proj: [E, D].
       expert_scale: [E], multiplies the weights of each expert.
+      is_token: bool [R]; a row that holds no token chooses E, which is no expert. None: all do.
       top_k: experts of a token.
       eps: added to the mean of the squares.
       impl: "triton", "xla", "interpret", or None for Triton on a GPU and xla elsewhere.
@@ -49,7 +50,7 @@ def route_experts(x, scale, proj, expert_scale, *, top_k, eps, impl=None):
         on_triton = f"rows of {x.dtype.name}: Triton takes bfloat16 only"
     impl = choose("route_experts", impl, reason, on_triton)
     if impl == "xla":
-        return reference.route_experts(x, scale, proj, expert_scale, top_k=top_k, eps=eps)
+        return reference.route_experts(x, scale, proj, expert_scale, is_token, top_k=top_k, eps=eps)
 
     def call(name, kernel, grid, out, warps, *arrays):
         kernel.__name__ = kernel.__qualname__ = name
@@ -70,7 +71,7 @@ def route_experts(x, scale, proj, expert_scale, *, top_k, eps, impl=None):
     out = [jax.ShapeDtypeStruct((rows, top_k), kind) for kind in (jnp.float32, jnp.int32)]
     return call(
         "carat_router_choice", _choice_kernel(num_experts, top_k), (rows,), out, 1,
-        scores, expert_scale,
+        scores, expert_scale, *([] if is_token is None else [is_token.astype(jnp.int32)]),
     )  # fmt: skip
 
 
@@ -98,7 +99,8 @@ def _scores_kernel(width, num_experts, eps):
 def _choice_kernel(num_experts, top_k):
     """The best scores of one row and their weights: grid (rows,)."""
 
-    def kernel(scores_ref, expert_scale_ref, weights_ref, chosen_ref):
+    def kernel(scores_ref, expert_scale_ref, *refs):
+        *is_token, weights_ref, chosen_ref = refs
         row, expert = pl.program_id(0), jnp.arange(next_power_of_two(num_experts))
         known = expert < num_experts
         scores = plt.load(scores_ref.at[row, expert], mask=known, other=-jnp.inf)
@@ -112,6 +114,8 @@ def _choice_kernel(num_experts, top_k):
             scores = jnp.where(expert == first, -jnp.inf, scores)
         share = jnp.exp(best - best.max())
         scale = plt.load(expert_scale_ref.at[chosen]).astype(jnp.float32)
+        for ref in is_token:
+            chosen = jnp.where(ref[row] > 0, chosen, num_experts)
         kept = place < top_k
         plt.store(weights_ref.at[row, place], share / share.sum() * scale, mask=kept)
         plt.store(chosen_ref.at[row, place], chosen, mask=kept)

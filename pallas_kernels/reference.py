@@ -167,15 +167,17 @@ def append_attention(
     return out, k_cache, v_cache
 
 
-def route_experts(x, scale, proj, expert_scale, *, top_k, eps):
+def route_experts(x, scale, proj, expert_scale, is_token=None, *, top_k, eps):
     """Weights and ids [R,k] of the best experts by the scores proj @ (norm(x) * scale / sqrt(D)).
 
-    x [R,D], scale [D], proj [E,D], expert_scale [E]; of equal scores the lower id comes first.
+    x [R,D], scale [D], proj [E,D], expert_scale [E], is_token [R]; of equal scores the lower id
+    comes first, and a row that holds no token chooses E.
     """
     x, scale, proj, expert_scale = (a.astype(jnp.float32) for a in (x, scale, proj, expert_scale))
     normed = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps)
     scores = jnp.einsum("rd,ed->re", normed * scale, proj, precision="highest")
     probs = jax.nn.softmax(scores * x.shape[-1] ** -0.5)
-    order = jnp.argsort(-probs, axis=-1, stable=True)[:, :top_k]
+    order = jnp.argsort(-probs, axis=-1, stable=True)[:, :top_k].astype(jnp.int32)
     best = jnp.take_along_axis(probs, order, -1)
-    return best / best.sum(-1, keepdims=True) * expert_scale[order], order.astype(jnp.int32)
+    weights = best / best.sum(-1, keepdims=True) * expert_scale[order]
+    return weights, order if is_token is None else jnp.where(is_token[:, None], order, len(proj))

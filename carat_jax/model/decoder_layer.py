@@ -324,10 +324,8 @@ class DecoderLayer(nnx.Module):
     def _mixture(self, x: Hidden, step: StepContext) -> Hidden:
         """The experts' part, from the residual `x`: the router sees it un-normed."""
         with jax.named_scope("experts"):
-            weights, chosen = self.router(x, step.options.experts)
-            # Rows that hold no token choose nobody, so that nothing is read for them.
             is_token = jnp.arange(x.shape[1]) < step.num_valid[:, None]
-            chosen = jnp.where(is_token[..., None], chosen, self.router.num_experts)
+            weights, chosen = self.router(x, step.options.experts, is_token)
             normed = self.pre_feedforward_layernorm_2(x)
             mixed = self.experts(normed, weights, chosen, step.options.experts)
             return self.post_feedforward_layernorm_2(mixed)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from carat_jax.array_types import ExpertIds, ExpertWeights, Hidden
+from carat_jax.array_types import Array, Bool, ExpertIds, ExpertWeights, Hidden
 from carat_jax.families import ModelConfig
 from carat_jax.model.params import TensorSource, param, vector
 from carat_jax.numerics.experts import expert_mlp
@@ -41,17 +41,21 @@ class Router(nnx.Module):
         self.scale = vector(f"{prefix}.scale", width, dtype)
         self.per_expert_scale = vector(f"{prefix}.per_expert_scale", spec.num_experts, dtype)
 
-    def __call__(self, x: Hidden, impl: str = "dense") -> tuple[ExpertWeights, ExpertIds]:
+    def __call__(
+        self, x: Hidden, impl: str = "dense", is_token: Bool[Array, "B T"] | None = None
+    ) -> tuple[ExpertWeights, ExpertIds]:
         """Weights, float32, and ids of each token's experts, the likeliest first.
 
-        Of experts with equal scores the one with the lower id comes first. `impl` is that of the
-        experts: a few rows go through the kernel where theirs do.
+        Of experts with equal scores the one with the lower id comes first; rows that hold no token
+        choose nobody, so that nothing is read for them. `impl` is that of the experts: a few rows
+        go through the kernel where theirs do.
         """
         scale, proj = self.scale.get_value(), self.proj.get_value()
         expert_scale = self.per_expert_scale.get_value()
         if impl in ("triton", "interpret") and x.shape[0] * x.shape[1] <= FEW_ROWS:
             routed = route_experts(
                 x.reshape(-1, x.shape[-1]), scale, proj, expert_scale,
+                None if is_token is None else is_token.reshape(-1),
                 top_k=self.top_k, eps=self.eps, impl=impl,
             )  # fmt: skip
             return tuple(found.reshape(*x.shape[:2], -1) for found in routed)
@@ -60,7 +64,10 @@ class Router(nnx.Module):
         scores = product("btd,ed->bte", normed, proj.astype(jnp.float32))
         top, chosen = lax.top_k(scores, self.top_k)
         # The k best of a softmax, renormalised, are the softmax of the k best scores.
-        return jax.nn.softmax(top) * expert_scale.astype(jnp.float32)[chosen], chosen
+        weights = jax.nn.softmax(top) * expert_scale.astype(jnp.float32)[chosen]
+        if is_token is not None:
+            chosen = jnp.where(is_token[..., None], chosen, self.num_experts)
+        return weights, chosen
 
 
 class Experts(nnx.Module):

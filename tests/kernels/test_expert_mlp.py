@@ -136,6 +136,13 @@ def test_the_router_kernel_chooses_what_its_oracle_does(num_rows):
     np.testing.assert_array_equal(chosen, ids)
     np.testing.assert_allclose(weights, want, atol=2e-6)
     np.testing.assert_array_equal(weights, np.asarray(route(impl=IMPL)[0]))
+    # when every other row holds no token, these choose nobody and the others what they did
+    is_token = np.arange(num_rows) % 2 == 1
+    for impl in (IMPL, "xla"):
+        again, masked = map(np.asarray, route(jnp.asarray(is_token), impl=impl))
+        np.testing.assert_array_equal(masked[is_token], chosen[is_token])
+        assert (masked[~is_token] == num_experts).all()
+        np.testing.assert_allclose(again, weights, atol=2e-6)
 
 
 def test_refusals_name_the_shape_and_the_limit():
@@ -179,6 +186,7 @@ def test_the_kernel_lowers_with_tiles_that_fit(num_rows, device):
         of((num_experts, hidden, width), bf16),
     )
     vectors = of((hidden,), bf16), of((num_experts, hidden), bf16), of((num_experts,), bf16)
+    vectors += (of((num_rows,), jnp.bool_),)
     route = functools.partial(route_experts, top_k=top_k, eps=1e-6, impl="triton")
     assert 'name = "carat_router_choice"' in lower(route, (arrays[0], *vectors), device)
     text = lower(functools.partial(expert_mlp, impl="triton"), arrays, device)
