@@ -5,6 +5,8 @@ Imports nothing of `carat_jax`; the engine calls these functions and knows nothi
 
 from pallas_kernels.append_attention import append_attention, borrow_attention
 from pallas_kernels.expert_mlp import expert_mlp
+from pallas_kernels.append_attention import append_attention
+from pallas_kernels.expert_mlp import expert_mlp, expert_shares
 from pallas_kernels.expert_router import route_experts
 from pallas_kernels.grouped_attention import grouped_attention
 from pallas_kernels.per_head_attention import per_head_attention
@@ -17,6 +19,7 @@ __all__ = [
     "append_attention",
     "borrow_attention",
     "expert_mlp",
+    "expert_shares",
     "grouped_attention",
     "merge_partials",
     "per_head_attention",

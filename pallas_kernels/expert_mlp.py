@@ -3,9 +3,9 @@
 A pair is a token and one of its experts. A program takes all tokens of one expert (of up to
 `FEW_ROWS` tokens in all; of more, a tile of them from the pairs sorted by expert) and some columns
 of that expert's matrices, so that a verify pass reads the union of its rows' experts once. One
-kernel does gate, up, gelu and their product, the second down and the pair's weight; a token's pairs
-are then summed in the order of its choices. No atomics: the result is the same bit for bit, and a
-row's does not depend on its neighbours'.
+kernel does gate, up, gelu and their product, the second down and the pair's weight; a token's
+shares are then summed in the order of its choices. No atomics: the
+result is the same bit for bit, and a row's does not depend on its neighbours'.
 
 The grid has a program for every pair, whatever was chosen: of the pairs that share an expert the
 first one's program works and the others stop at once.
@@ -30,22 +30,34 @@ _GELU_SCALE = 2 * (2 / jnp.pi) ** 0.5 * _LOG2_E
 
 
 def expert_mlp(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
-    """The sum over k of weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k].
+    """The sum of `expert_shares`, which see, over k: [R, D] in x's dtype.
+
+    A row without any expert gives zeros.
+    """
+    shares = expert_shares(x, weights, chosen, gate_up, down, impl=impl, tile=tile)
+    # What no expert wrote is not zero but undefined.
+    shares = jnp.where((chosen < len(gate_up))[..., None], shares, 0)
+    terms = (shares[:, k] for k in range(chosen.shape[1]))
+    return functools.reduce(operator.add, terms).astype(x.dtype)
+
+
+def expert_shares(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
+    """weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k].
 
     Args:
       x: [R, D].
       weights: float32 [R, k].
-      chosen: int32 [R, k], ids of experts, all different in a row; E is no expert, and a row
-        without any gives zeros.
+      chosen: int32 [R, k], ids of experts, all different in a row; E is no expert.
       gate_up: [E, 2, F, D], each matrix [out, in].
       down: [E, D, F].
       impl: "triton", "xla", "interpret", or None for Triton on a GPU and xla elsewhere.
       tile: overrides the tiles of the two products, a pair.
 
     Returns:
-      [R, D] in x's dtype.
+      float32 [R, k, D]; what it holds where no expert was chosen is undefined.
 
     Raises:
+      ValueError: the shapes contradict each other.
       NotImplementedError: a named impl cannot run this shape, dtype or device.
     """
     rows, hidden = x.shape
@@ -68,7 +80,7 @@ def expert_mlp(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
         on_triton = f"{x.dtype.name} tokens, {gate_up.dtype.name} weights: Triton takes bfloat16"
     impl = choose("expert_mlp", impl, reason, on_triton)
     if impl == "xla":
-        return reference.expert_mlp(x, weights, chosen, gate_up, down)
+        return reference.expert_shares(x, weights, chosen, gate_up, down)
     device = tiles.current_device()
     tile = tile or tiles.expert_tiles(rows=rows, hidden=hidden, width=width, device=device)
     return _run(x, weights, chosen, gate_up, down, tile=tile, interpret=impl == "interpret")
@@ -224,7 +236,7 @@ def _call(name, kernel, pairs, tile: ProductTile, arrays, columns, out, interpre
 # Jitted so that a step that calls it once a layer traces and lowers it once.
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
 def _run(x, weights, chosen, gate_up, down, *, tile, interpret):
-    """Both kernels, and the sum of each token's pairs."""
+    """Both kernels."""
     (rows, top_k), (num_experts, _, width, hidden) = chosen.shape, gate_up.shape
     first, second = tile
     chosen = chosen.astype(jnp.int32)
@@ -238,11 +250,9 @@ def _run(x, weights, chosen, gate_up, down, *, tile, interpret):
         "carat_expert_gate_up", _gate_up_kernel, pairs, first, (x, gate_up, *tables), width,
         jax.ShapeDtypeStruct((num_pairs, width), x.dtype), interpret,
     )  # fmt: skip
-    parts = _call(
+    shares = _call(
         "carat_expert_down", _down_kernel, pairs, second,
         (gated, down, weights.astype(jnp.float32).reshape(-1), *tables), hidden,
         jax.ShapeDtypeStruct((num_pairs, hidden), jnp.float32), interpret,
     )  # fmt: skip
-    # What no expert wrote is not zero but undefined.
-    parts = jnp.where((chosen < num_experts)[..., None], parts.reshape(rows, top_k, hidden), 0)
-    return functools.reduce(operator.add, (parts[:, k] for k in range(top_k))).astype(x.dtype)
+    return shares.reshape(rows, top_k, hidden)

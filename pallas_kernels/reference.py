@@ -98,19 +98,23 @@ def prefill_ring_attention(q, k_ring, v_ring, k_new, v_new, starts, ends, *, win
     return _attend(q, k, v, new_pos, k_pos, exists, window, False)
 
 
-def expert_mlp(x, weights, chosen, gate_up, down):
-    """The sum over k of weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k].
+def expert_shares(x, weights, chosen, gate_up, down):
+    """weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k], float32 [R,k,D].
 
-    x [R,D], weights and chosen [R,k], gate_up [E,2,F,D], down [E,D,F]; chosen = E is no expert.
+    x [R,D], weights and chosen [R,k], gate_up [E,2,F,D], down [E,D,F]; chosen = E gives zeros.
     """
     num_experts, f32 = len(gate_up), jnp.float32
     exact = {"precision": "highest", "preferred_element_type": f32}
     both = jnp.einsum("rd,eufd->eruf", x.astype(f32), gate_up.astype(f32), **exact)
     gated = jax.nn.gelu(both[:, :, 0], approximate=True) * both[:, :, 1]
     parts = jnp.einsum("erf,edf->erd", gated, down.astype(f32), **exact)
-    hit = chosen[None] == jnp.arange(num_experts)[:, None, None]
-    share = jnp.where(hit, weights, 0.0).sum(2)[..., None]
-    return jnp.where(hit.any(2)[..., None], parts * share, 0.0).sum(0).astype(x.dtype)
+    picked = parts[jnp.minimum(chosen, num_experts - 1), jnp.arange(len(x))[:, None]]
+    return jnp.where((chosen < num_experts)[..., None], picked * weights[..., None], 0.0)
+
+
+def expert_mlp(x, weights, chosen, gate_up, down):
+    """The sum of `expert_shares` over k, in x's dtype."""
+    return expert_shares(x, weights, chosen, gate_up, down).sum(1).astype(x.dtype)
 
 
 def _rms_norm(x, weight, eps):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import expert_mlp, route_experts, tiles
+from pallas_kernels import expert_mlp, expert_shares, route_experts, tiles
 from pallas_kernels.tiles import ProductTile
 from tests.kernels.bodies import relative_error
 from tests.kernels.lowering import lower
@@ -90,6 +90,21 @@ def test_any_routing_matches_float64(kind, num_rows):
     np.testing.assert_array_equal(got, np.asarray(RUN(*arrays)).astype(np.float64))
     poisoned = np.asarray(RUN(*make(kind, num_rows, poison=np.nan))).astype(np.float64)
     np.testing.assert_array_equal(got, poisoned)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["xla", IMPL])
+@pytest.mark.parametrize("num_rows", [4, 100])
+def test_shares_are_those_of_each_expert_alone(num_rows, impl):
+    arrays = make("some_without", num_rows, poison=np.nan)
+    chosen, num_experts = np.asarray(arrays[2]), SIZES[0]
+    shares = np.asarray(expert_shares(*arrays, impl=impl))
+    assert shares.dtype == np.float32
+    for k in range(chosen.shape[1]):
+        alone = np.where(np.arange(chosen.shape[1]) == k, chosen, num_experts)
+        want, found = exact(*arrays[:2], alone, *arrays[3:]), chosen[:, k] < num_experts
+        assert 0 < found.sum() < num_rows
+        assert relative_error(shares[found, k], want[found]) <= 5e-3
 
 
 @pytest.mark.gpu
