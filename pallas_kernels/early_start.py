@@ -15,9 +15,9 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.tiles import current_device
 
 
-def can_start_early(impl: str) -> bool:
-    """Whether kernels of this implementation can say so on the device that is traced for."""
-    return impl == "triton" and "A100" not in current_device()
+def can_start_early(interpret: bool) -> bool:
+    """Whether kernels can say so on the device that is traced for; the interpreter cannot."""
+    return not interpret and "A100" not in current_device()
 
 
 def start_next_kernel(index, is_early: bool):

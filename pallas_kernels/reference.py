@@ -124,12 +124,25 @@ def _rms_norm(x, weight, eps):
     return (normed if weight is None else normed * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def residual_norm(x, branch, branch_weight, next_weight, scale=None, *, eps):
-    """(x + norm(branch)) * scale, and its norm."""
+def residual_norm(x, branch, branch_weight, *next_weights, scale=None, eps):
+    """(x + norm(branch)) * scale, and its norms."""
     y = x + _rms_norm(branch, branch_weight, eps)
     if scale is not None:
         y = y * scale
-    return y, _rms_norm(y, next_weight, eps)
+    return y, *(_rms_norm(y, weight, eps) for weight in next_weights)
+
+
+def mixture_norm(
+    x, dense, shares, chosen, dense_weight, shares_weight, *weights,
+    num_experts, scale=None, eps,
+):  # fmt: skip
+    """`residual_norm` of norm(dense) + norm(sum of shares), `weights` being its own.
+
+    x and dense [*rows,D], shares [*rows,k,D], chosen [*rows,k]; a share of E is not looked at.
+    """
+    experts = jnp.where((chosen < num_experts)[..., None], shares, 0.0).sum(-2).astype(x.dtype)
+    branch = _rms_norm(dense, dense_weight, eps) + _rms_norm(experts, shares_weight, eps)
+    return residual_norm(x, branch, *weights, scale=scale, eps=eps)
 
 
 def _turned(x, weight, eps, cos, sin, dtype):

@@ -45,7 +45,7 @@ class Problem:
     @property
     def is_early(self) -> bool:
         """Whether the next kernel may start while this one runs."""
-        return can_start_early("interpret" if self.interpret else "triton")
+        return can_start_early(self.interpret)
 
     @property
     def num_rows(self) -> int:

@@ -42,7 +42,7 @@ class Projection:
 
 def fits_one_kernel(keys: object, num_rows: int, group: int, options: ComputeOptions) -> bool:
     """Whether one kernel serves `num_rows` positions of every slot of this cache, or this view."""
-    if options.impl == "xla" or not options.fuse_rows:
+    if not options.joins_rows:
         return False
     if num_rows > MAX_POSITIONS or num_rows * group > MAX_ROWS:
         return False

@@ -15,7 +15,17 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from carat_jax.array_types import Array, Float, Hidden, Int, Lengths, Queries, Slots
+from carat_jax.array_types import (
+    Array,
+    ExpertIds,
+    ExpertWeights,
+    Float,
+    Hidden,
+    Int,
+    Lengths,
+    Queries,
+    Slots,
+)
 from carat_jax.cache.append import Projection, append_attend, borrow_attend, fits_one_kernel
 from carat_jax.cache.bank import Cache
 from carat_jax.families import LayerSpec, ModelConfig
@@ -25,7 +35,7 @@ from carat_jax.model.taps import Taps
 from carat_jax.numerics.attention import ChunkView, KeyView, RotatedView, attend
 from carat_jax.numerics.layers import gelu_gate, linear, rms_norm, rope_frequencies, rotate
 from carat_jax.numerics.options import ComputeOptions
-from pallas_kernels.residual_norm import residual_norm
+from pallas_kernels.residual_norm import mixture_norm, residual_norm
 
 
 @dataclasses.dataclass
@@ -302,51 +312,84 @@ class DecoderLayer(nnx.Module):
           The residual stream after the layer, and `next_norm` of it.
         """
         scalar, name = self.layer_scalar.get_value(), f"layers.{self.self_attn.spec.index}"
-        x, normed = add_norm(
-            x,
-            self.self_attn(normed, step),
-            self.post_attention_layernorm,
-            self.pre_feedforward_layernorm,
-            step.options,
-        )
+        before = [self.pre_feedforward_layernorm]
+        if self.experts is not None:
+            before.append(self.pre_feedforward_layernorm_2)
+        attended, norm = self.self_attn(normed, step), self.post_attention_layernorm
+        x, normed, *for_experts = add_norm(x, attended, norm, before, step.options)
         with jax.named_scope("mlp"):
             branch = step.taps.put(f"{name}.mlp.out", self.mlp(normed))
             if self.experts is not None:
-                branch = self.post_feedforward_layernorm_1(branch) + self._mixture(x, step)
+                routed = self._route(x, step)
+                if step.options.joins_experts and self.per_layer_input is None:
+                    return self._add_mixture(x, branch, *for_experts, *routed, step, next_norm)
+                branch = self.post_feedforward_layernorm_1(branch)
+                branch += self._mixture(*for_experts, *routed, step)
             norm = self.post_feedforward_layernorm
             if self.per_layer_input is None:
-                return add_norm(x, branch, norm, next_norm, step.options, scalar)
+                return add_norm(x, branch, norm, [next_norm], step.options, scalar)
             x = x + norm(branch)
         with jax.named_scope("per_layer_input"):
             branch = step.taps.put(f"{name}.per_layer.out", self.per_layer_input(x, per_layer))
-            return add_norm(x, branch, self.per_layer_input.norm, next_norm, step.options, scalar)
+            return add_norm(x, branch, self.per_layer_input.norm, [next_norm], step.options, scalar)
 
-    def _mixture(self, x: Hidden, step: StepContext) -> Hidden:
-        """The experts' part, from the residual `x`: the router sees it un-normed."""
+    def _route(self, x: Hidden, step: StepContext) -> tuple[ExpertWeights, ExpertIds]:
+        """The experts of the residual `x`: the router sees it un-normed."""
         with jax.named_scope("experts"):
             is_token = jnp.arange(x.shape[1]) < step.num_valid[:, None]
-            weights, chosen = self.router(x, step.options.experts, is_token)
-            normed = self.pre_feedforward_layernorm_2(x)
+            return self.router(x, step.options.experts, is_token)
+
+    def _mixture(
+        self, normed: Hidden, weights: ExpertWeights, chosen: ExpertIds, step: StepContext
+    ) -> Hidden:
+        """The experts' part of the branch."""
+        with jax.named_scope("experts"):
             mixed = self.experts(normed, weights, chosen, step.options.experts)
             return self.post_feedforward_layernorm_2(mixed)
+
+    def _add_mixture(
+        self,
+        x: Hidden,
+        dense: Hidden,
+        normed: Hidden,
+        weights: ExpertWeights,
+        chosen: ExpertIds,
+        step: StepContext,
+        next_norm: RMSNorm,
+    ) -> tuple[Hidden, Hidden]:
+        """The layer's end, with all that follows the last products in one kernel."""
+        with jax.named_scope("experts"):
+            shares = self.experts.shares(normed, weights, chosen, step.options.experts)
+        norms = (
+            self.post_feedforward_layernorm_1,
+            self.post_feedforward_layernorm_2,
+            self.post_feedforward_layernorm,
+            next_norm,
+        )
+        with jax.named_scope("norm"):
+            return mixture_norm(
+                x, dense, shares, chosen, *(norm.weight.get_value() for norm in norms),
+                num_experts=self.router.num_experts, scale=self.layer_scalar.get_value(),
+                eps=next_norm.eps, impl=step.options.impl,
+            )  # fmt: skip
 
 
 def add_norm(
     x: Hidden,
     branch: Hidden,
     norm: RMSNorm,
-    next_norm: RMSNorm,
+    next_norms: Sequence[RMSNorm],
     options: ComputeOptions,
     scalar: Float[Array, "1"] | None = None,
-) -> tuple[Hidden, Hidden]:
-    """`(x + norm(branch)) * scalar`, and `next_norm` of it."""
-    if options.impl == "xla" or not options.fuse_rows:
+) -> tuple[Hidden, ...]:
+    """`(x + norm(branch)) * scalar`, and each of `next_norms` of it."""
+    if not options.joins_rows:
         x = x + norm(branch)
         x = x if scalar is None else x * scalar
-        return x, next_norm(x)
+        return x, *(next_norm(x) for next_norm in next_norms)
     with jax.named_scope("norm"):
-        weights = norm.weight.get_value(), next_norm.weight.get_value()
-        return residual_norm(x, branch, *weights, scalar, eps=norm.eps, impl=options.impl)
+        weights = (each.weight.get_value() for each in (norm, *next_norms))
+        return residual_norm(x, branch, *weights, scale=scalar, eps=norm.eps, impl=options.impl)
 
 
 def run_layers(

@@ -14,12 +14,12 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from carat_jax.array_types import Array, Bool, ExpertIds, ExpertWeights, Hidden
+from carat_jax.array_types import Array, Bool, ExpertIds, ExpertWeights, Float, Hidden
 from carat_jax.families import ModelConfig
 from carat_jax.model.params import TensorSource, param, vector
 from carat_jax.numerics.experts import expert_mlp
 from carat_jax.numerics.layers import product, rms_norm
-from pallas_kernels import route_experts
+from pallas_kernels import expert_shares, route_experts
 from pallas_kernels.tiles import FEW_ROWS
 
 
@@ -99,13 +99,16 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Hidden, weights: ExpertWeights, chosen: ExpertIds, impl: str) -> Hidden:
         """The weighted sum of what each token's experts make of it."""
-        rows, top_k = x.shape[0] * x.shape[1], weights.shape[-1]
-        out = expert_mlp(
-            x.reshape(rows, -1),
-            weights.reshape(rows, top_k),
-            chosen.reshape(rows, top_k),
-            self.gate_up_proj.get_value(),
-            self.down_proj.get_value(),
-            impl,
-        )
-        return out.reshape(x.shape)
+        return expert_mlp(*self._arguments(x, weights, chosen), impl).reshape(x.shape)
+
+    def shares(
+        self, x: Hidden, weights: ExpertWeights, chosen: ExpertIds, impl: str
+    ) -> Float[Array, "B T k D"]:
+        """That sum's terms by the kernel, float32, undefined where nobody is chosen."""
+        shares = expert_shares(*self._arguments(x, weights, chosen), impl=impl)
+        return shares.reshape(*chosen.shape, -1)
+
+    def _arguments(self, x: Hidden, weights: ExpertWeights, chosen: ExpertIds) -> tuple[Array, ...]:
+        """Tokens, weights and choices row by row, and the matrices."""
+        rows = (array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen))
+        return *rows, self.gate_up_proj.get_value(), self.down_proj.get_value()

@@ -31,6 +31,16 @@ class ComputeOptions:
     experts: str = "dense"
 
     @property
+    def joins_rows(self) -> bool:
+        """Whether kernels take in the operations on single rows beside them."""
+        return self.impl != "xla" and self.fuse_rows
+
+    @property
+    def joins_experts(self) -> bool:
+        """Whether the sum over a token's experts joins the norms after it in one kernel."""
+        return self.joins_rows and self.experts in ("triton", "interpret")
+
+    @property
     def ring_block(self) -> int:
         """What a ring's capacity must be a multiple of."""
         return 1 if self.impl == "xla" else 64

@@ -1,4 +1,4 @@
-"""Appending and attending in one kernel, and the residual norm, against float64 by position.
+"""Appending and attending in one kernel against float64 by position.
 
 The oracle keeps every slot's history as a list and never sees a cache. On a GPU the same body runs
 the real shapes through Triton: `CARAT_TEST_GPU=1 python -m pytest tests/kernels -m gpu`.
@@ -256,71 +256,3 @@ def test_refusals_name_the_shape_and_the_limit():
     wrong = jax.ShapeDtypeStruct((*qkv.shape[:3], 12, 512), qkv.dtype)
     with pytest.raises(ValueError, match="8 queries has 9 or 10 parts, not 12"):
         jax.eval_shape(options(parts, "triton"), wrong, *rest)
-
-
-# Residual norm.
-
-
-def norm_inputs(rows, width, dtype):
-    """x, branch, both weights and the scalar."""
-    rng = np.random.default_rng(1)
-    shapes = (*rows, width), (*rows, width), (width,), (width,), (1,)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
-
-
-def residual(impl, scaled=True):
-    """The public function."""
-
-    def call(x, branch, branch_weight, next_weight, scale):
-        scale = scale if scaled else None
-        return kernels.residual_norm(
-            x, branch, branch_weight, next_weight, scale, eps=EPS, impl=impl
-        )
-
-    return jax.jit(call)
-
-
-def check_residual(impl, rows, width, dtype, tolerance, scaled=True):
-    """Both results against float64."""
-    arrays = norm_inputs(rows, width, dtype)
-    x, branch, first, second, scale = (
-        np.asarray(a.astype(jnp.float32), np.float64) for a in arrays
-    )
-    y = x + branch / np.sqrt((branch**2).mean(-1, keepdims=True) + EPS) * first
-    y = y * scale if scaled else y
-    want = y, y / np.sqrt((y**2).mean(-1, keepdims=True) + EPS) * second
-    for got, value in zip(residual(impl, scaled)(*arrays), want, strict=True):
-        assert got.dtype == dtype
-        assert relative_error(np.asarray(got, np.float64), value) <= tolerance
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("impl", ["xla", "interpret"])
-def test_the_sum_and_its_norm(impl, scaled):
-    check_residual(impl, (2, 3), 160, jnp.float32, 1e-6, scaled)
-
-
-def test_bfloat16_sums():
-    check_residual("interpret", (2, 3), 160, jnp.bfloat16, 5e-3)
-
-
-def test_wide_rows_and_float32_are_refused_by_name():
-    def refused(match, width, dtype):
-        with pytest.raises(NotImplementedError, match=match):
-            jax.eval_shape(residual("triton"), *norm_inputs((1,), width, dtype))
-
-    refused("8193 numbers are more than 8192", 8193, jnp.bfloat16)
-    refused("float32: Triton takes bfloat16 only", 64, jnp.float32)
-
-
-def test_the_residual_norm_lowers_under_its_name():
-    arrays = norm_inputs((1, 4), 5376, jnp.bfloat16)
-    text = lower(residual("triton"), arrays, "NVIDIA H200")
-    assert 'name = "carat_residual_norm"' in text
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("width", [160, 1024, 2816, 5376])
-def test_triton_sums_and_norms(width):
-    check_residual("triton", (3, 4), width, jnp.bfloat16, 5e-3)

@@ -5,16 +5,21 @@ logit: weights and sums are checked here, before that norm.
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
+from carat_jax.families import from_hf
+from carat_jax.model.decoder_layer import Attention, DecoderLayer, StepContext
 from carat_jax.model.moe import Router
 from carat_jax.model.params import merge, split
+from carat_jax.model.taps import NO_TAPS
 from carat_jax.numerics.experts import expert_mlp
-from carat_jax.numerics.options import PLAIN
+from carat_jax.numerics.options import PLAIN, ComputeOptions
 from tests.oracle import Reference, gelu_tanh
 from tests.toy_model import build, place_all, toy
 from tests.toys import CONFIGS, make_ids
@@ -164,3 +169,30 @@ def test_a_model_computes_the_same_logits_by_every_form(impl):
     ids = make_ids(RAW, 20)
     _, (got,) = made.feed(made.bank(1), [ids], 20)
     np.testing.assert_allclose(got, made.reference.logits(ids), atol=1e-4)
+
+
+def test_kernels_between_the_products_change_no_bit_of_a_layer(monkeypatch):
+    # given two slots of four rows, some without a token, and attention that passes rows on
+    monkeypatch.setattr(Attention, "__call__", lambda self, normed, step: normed)
+    rng, num_valid = np.random.default_rng(4), jnp.array([4, 1])
+    graph, specs = split(DecoderLayer(from_hf(RAW), 0, bfloat16))
+    params = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 3, bfloat16), specs)
+    x = jnp.asarray(rng.normal(size=(2, 4, RAW["hidden_size"])), bfloat16)
+
+    # where no rounding is left out of what the compiler fuses
+    @functools.partial(
+        jax.jit, static_argnums=0, compiler_options={"xla_allow_excess_precision": False}
+    )
+    def run(options):
+        step = StepContext(
+            starts=jnp.zeros(2, jnp.int32), num_valid=num_valid, slots=None, options=options,
+            positions=jnp.zeros((2, 4), jnp.int32), rope={}, caches={}, views={}, taps=NO_TAPS,
+        )  # fmt: skip
+        layer = merge(graph, params)
+        return layer(x, layer.input_layernorm(x), None, step, layer.input_layernorm)
+
+    fused, plain = (run(ComputeOptions(impl, experts="interpret")) for impl in ("interpret", "xla"))
+    for got, want in zip(fused, plain, strict=True):
+        got, want = (np.asarray(out).astype(np.float32) for out in (got, want))
+        np.testing.assert_array_equal(got, want)
+        assert np.abs(got - np.asarray(x).astype(np.float32)).mean() > 0.1
