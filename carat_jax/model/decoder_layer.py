@@ -328,7 +328,7 @@ class DecoderLayer(nnx.Module):
             norm = self.post_feedforward_layernorm
             if self.per_layer_input is None:
                 return add_norm(x, branch, norm, [next_norm], step.options, scalar)
-            x = x + norm(branch)
+            (x,) = add_norm(x, branch, norm, [], step.options)
         with jax.named_scope("per_layer_input"):
             branch = step.taps.put(f"{name}.per_layer.out", self.per_layer_input(x, per_layer))
             return add_norm(x, branch, self.per_layer_input.norm, [next_norm], step.options, scalar)
