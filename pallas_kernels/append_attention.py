@@ -24,7 +24,6 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference, tiles
 from pallas_kernels.dispatch import check_shapes, refusal, resolve
-from pallas_kernels.early_start import start_next_kernel
 from pallas_kernels.key_sources import Linear, Ring, Span
 from pallas_kernels.split_kv import (
     Problem,
@@ -266,7 +265,7 @@ class _NewRows:
 
     def queries(self, dtype):
         """Both halves of the tile's queries [rows, H/2], and the index t of each."""
-        row = start_next_kernel(jnp.arange(self.problem.tile.rows), self.problem.is_early)
+        row = jnp.arange(self.problem.tile.rows)
         t, head = row // self.problem.group, row % self.problem.group
         live = row < self.problem.num_rows
         return self._turned((t, head), live, self.q_norm, 1, dtype), t

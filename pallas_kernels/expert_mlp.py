@@ -23,7 +23,6 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference, tiles
 from pallas_kernels.dispatch import choose
-from pallas_kernels.early_start import can_start_early, start_next_kernel
 from pallas_kernels.tiles import ProductTile, next_power_of_two
 
 _LOG2_E = 1.4426950408889634
@@ -97,7 +96,6 @@ class Direct:
     num_rows: int
     top_k: int
     num_experts: int
-    is_early: bool  # whether the next kernel may start while this one runs
 
     @property
     def num_programs(self) -> int:
@@ -107,8 +105,7 @@ class Direct:
     def find(self, tile_rows, chosen_ref):
         """(expert, whether there is work, tokens of the tile, their pairs, which of them exist)."""
         slot = pl.program_id(1)
-        row = start_next_kernel(jnp.arange(tile_rows), self.is_early)[:, None]
-        k = jnp.arange(next_power_of_two(self.top_k))[None]
+        row, k = jnp.arange(tile_rows)[:, None], jnp.arange(next_power_of_two(self.top_k))[None]
         pair = row * self.top_k + k
         exists = (row < self.num_rows) & (k < self.top_k)
         ids = plt.load(chosen_ref.at[pair], mask=exists, other=self.num_experts)
@@ -244,8 +241,7 @@ def _run(x, weights, chosen, gate_up, down, *, tile, interpret):
     first, second = tile
     chosen = chosen.astype(jnp.int32)
     if rows <= first.rows:
-        pairs = Direct(rows, top_k, num_experts, can_start_early(interpret))
-        tables = (chosen.reshape(-1),)
+        pairs, tables = Direct(rows, top_k, num_experts), (chosen.reshape(-1),)
     else:
         tables = _sort_pairs(chosen, num_experts, first.rows)
         pairs = Sorted(len(tables[1]), top_k)

@@ -13,7 +13,6 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference
 from pallas_kernels.dispatch import choose
-from pallas_kernels.early_start import can_start_early, start_next_kernel
 from pallas_kernels.tiles import next_power_of_two
 
 MAX_WIDTH = 8192  # float32 numbers of a row that one program keeps in registers
@@ -53,8 +52,6 @@ def route_experts(x, scale, proj, expert_scale, is_token=None, *, top_k, eps, im
     if impl == "xla":
         return reference.route_experts(x, scale, proj, expert_scale, is_token, top_k=top_k, eps=eps)
 
-    is_early = can_start_early(impl == "interpret")
-
     def call(name, kernel, grid, out, warps, *arrays):
         kernel.__name__ = kernel.__qualname__ = name
         return pl.pallas_call(
@@ -67,24 +64,23 @@ def route_experts(x, scale, proj, expert_scale, is_token=None, *, top_k, eps, im
         )(*arrays)
 
     scores = call(
-        "carat_router_scores", _scores_kernel(width, num_experts, eps, is_early),
+        "carat_router_scores", _scores_kernel(width, num_experts, eps),
         (pl.cdiv(num_experts, _EXPERTS), rows),
         jax.ShapeDtypeStruct((rows, num_experts), jnp.float32), 8, x, scale, proj,
     )  # fmt: skip
     out = [jax.ShapeDtypeStruct((rows, top_k), kind) for kind in (jnp.float32, jnp.int32)]
     return call(
-        "carat_router_choice", _choice_kernel(num_experts, top_k, is_early), (rows,), out, 1,
+        "carat_router_choice", _choice_kernel(num_experts, top_k), (rows,), out, 1,
         scores, expert_scale, *([] if is_token is None else [is_token.astype(jnp.int32)]),
     )  # fmt: skip
 
 
-def _scores_kernel(width, num_experts, eps, is_early):
+def _scores_kernel(width, num_experts, eps):
     """Scores of a few experts for one row: grid (experts / `_EXPERTS`, rows)."""
 
     def kernel(x_ref, scale_ref, proj_ref, out_ref):
         expert = pl.program_id(0) * _EXPERTS + jnp.arange(_EXPERTS)
         row, column = pl.program_id(1), jnp.arange(next_power_of_two(width))
-        column = start_next_kernel(column, is_early)
         valid, known = column < width, expert < num_experts
 
         def load(at, mask):
@@ -100,13 +96,12 @@ def _scores_kernel(width, num_experts, eps, is_early):
     return kernel
 
 
-def _choice_kernel(num_experts, top_k, is_early):
+def _choice_kernel(num_experts, top_k):
     """The best scores of one row and their weights: grid (rows,)."""
 
     def kernel(scores_ref, expert_scale_ref, *refs):
         *is_token, weights_ref, chosen_ref = refs
         row, expert = pl.program_id(0), jnp.arange(next_power_of_two(num_experts))
-        expert = start_next_kernel(expert, is_early)
         known = expert < num_experts
         scores = plt.load(scores_ref.at[row, expert], mask=known, other=-jnp.inf)
         place = jnp.arange(next_power_of_two(top_k))

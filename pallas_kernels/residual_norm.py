@@ -18,7 +18,6 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference
 from pallas_kernels.dispatch import choose
-from pallas_kernels.early_start import can_start_early, start_next_kernel
 from pallas_kernels.tiles import next_power_of_two
 
 MAX_WIDTH = 8192  # float32 numbers of a row that one program keeps in registers
@@ -113,7 +112,7 @@ def _choose(kernel, impl, x):
 # Jitted so that a step that calls them in each layer traces and lowers them once.
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def _residual_norm(x, branch, weights, scale, *, eps, interpret):
-    row = _Row(x.shape[-1], x.dtype, eps, can_start_early(interpret))
+    row = _Row(x.shape[-1], x.dtype, eps)
 
     def carat_residual_norm(x_ref, branch_ref, weight_refs, scale_refs, *out_refs):
         # All loads first: in flight together, and none behind a sum over the row.
@@ -128,7 +127,7 @@ def _residual_norm(x, branch, weights, scale, *, eps, interpret):
 
 @functools.partial(jax.jit, static_argnames=("num_experts", "eps", "interpret"))
 def _mixture_norm(x, dense, shares, chosen, weights, scale, *, num_experts, eps, interpret):
-    row = _Row(x.shape[-1], x.dtype, eps, can_start_early(interpret))
+    row = _Row(x.shape[-1], x.dtype, eps)
 
     def carat_mixture_norm(
         x_ref, dense_ref, shares_ref, chosen_ref, weight_refs, scale_refs, *out_refs
@@ -155,11 +154,10 @@ class _Row:
     width: int
     dtype: jnp.dtype
     eps: float
-    is_early: bool  # whether the next kernel may start while this one runs
 
     def load(self, ref, *at, exists=True):
         """A row or a weight, at `at` of `ref`; zeros past its end, or if it does not exist."""
-        column = start_next_kernel(jnp.arange(next_power_of_two(self.width)), self.is_early)
+        column = jnp.arange(next_power_of_two(self.width))
         mask = (column < self.width) & exists
         return plt.load(ref.at[*at, column], mask=mask, other=0.0).astype(jnp.float32)
 

@@ -18,7 +18,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.early_start import can_start_early, start_next_kernel
 from pallas_kernels.key_sources import Chunk, Ring, Source, Span
 from pallas_kernels.reference import EMPTY
 from pallas_kernels.tiles import Tile, next_power_of_two
@@ -43,11 +42,6 @@ class Problem:
     interpret: bool  # run in Pallas's interpreter
 
     @property
-    def is_early(self) -> bool:
-        """Whether the next kernel may start while this one runs."""
-        return can_start_early(self.interpret)
-
-    @property
     def num_rows(self) -> int:
         """Query rows of one KV head."""
         return self.num_new * self.group
@@ -70,8 +64,7 @@ class Problem:
 
 def _flat_rows(problem, tile_index, kv_head):
     """Of a tile's rows: index into [T * N], new position, and whether the row is no padding."""
-    row = start_next_kernel(jnp.arange(problem.tile.rows), problem.is_early)
-    row += tile_index * problem.tile.rows
+    row = tile_index * problem.tile.rows + jnp.arange(problem.tile.rows)
     new, head = row // problem.group, row % problem.group
     return new * problem.num_heads + kv_head * problem.group + head, new, row < problem.num_rows
 
@@ -220,7 +213,7 @@ def _combine_kernel(problem, o_ref, top_ref, mass_ref, out_ref, *stat_refs):
     """Merges the splits of one row: grid (rows, slots x sets of rows, column blocks)."""
     splits, columns = problem.tile.splits, min(COLUMNS, problem.head_dim)
     row, head = pl.program_id(0), pl.program_id(1) % (problem.num_heads // problem.group)
-    split = start_next_kernel(jnp.arange(next_power_of_two(splits)), problem.is_early)
+    split = jnp.arange(next_power_of_two(splits))
     valid, split = split < splits, jnp.minimum(split, splits - 1)
     at = jnp.full(split.shape, row)
     column = pl.program_id(2) * columns + jnp.arange(columns)

@@ -100,11 +100,12 @@ def test_shares_are_those_of_each_expert_alone(num_rows, impl):
     chosen, num_experts = np.asarray(arrays[2]), SIZES[0]
     shares = np.asarray(expert_shares(*arrays, impl=impl))
     assert shares.dtype == np.float32
+    assert 0 < (chosen < num_experts).sum() < chosen.size
     for k in range(chosen.shape[1]):
         alone = np.where(np.arange(chosen.shape[1]) == k, chosen, num_experts)
         want, found = exact(*arrays[:2], alone, *arrays[3:]), chosen[:, k] < num_experts
-        assert 0 < found.sum() < num_rows
-        assert relative_error(shares[found, k], want[found]) <= 5e-3
+        if found.any():
+            assert relative_error(shares[found, k], want[found]) <= 5e-3
 
 
 @pytest.mark.gpu
