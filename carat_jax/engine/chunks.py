@@ -1,16 +1,32 @@
 """Cutting prompts into chunks of the sizes that prefill is compiled for. No jax here."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
+# Positions that take as long to compute as the weights take to read: 790 TFLOP/s over 4.3 TB/s.
+_PASS = 184
+
 
 def next_chunk(length: int, sizes: Sequence[int]) -> int:
-    """The size of the next chunk of `length` positions: the largest of the ascending `sizes`.
+    """The size of the next chunk of `length` positions, one of the ascending `sizes`.
 
-    Where that would be more than is left, the smallest that holds it.
+    The smallest that holds them all, unless it costs less to fill a smaller one first.
     """
-    return next((size for size in sizes if size >= length), sizes[-1])
+    return _cheapest(length, sizes)[1]
+
+
+def _cheapest(length: int, sizes: Sequence[int]) -> tuple[float, int]:
+    """What prefilling `length` positions costs, in positions, and the chunk to begin with."""
+    holds = next((size for size in sizes if size >= length), None)
+    at_once = (math.inf if holds is None else holds + _PASS, holds)
+    smaller = [size for size in sizes if size < length]
+    if not smaller:
+        return at_once
+    count, rest = divmod(length, smaller[-1])
+    apart = count * (smaller[-1] + _PASS) + (_cheapest(rest, sizes)[0] if rest else 0)
+    return min(at_once, (apart, smaller[-1]))
 
 
 def plan_chunks(length: int, sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from carat_jax.decoding.state import DecodeState
 from carat_jax.decoding.steps import SamplerKind, StepOptions, Steps
 from carat_jax.engine.chunks import plan_chunks
 from carat_jax.engine.delivery import kind_of
+from carat_jax.engine.shapes import prefill_sizes, score_sizes
 from carat_jax.numerics.padding import padded_keys
 
 _MOST_THREADS = 8
@@ -88,15 +89,15 @@ class Ahead:
 
     def declared(self, params: Any, state: DecodeState) -> dict[str, StepCall]:
         """Every step, by name."""
-        sizes = self.config.engine.prefill_chunks
-        found = self._prompts(params, state, sizes, with_scores=True) | self._firsts(state, _KINDS)
+        sizes, scored = prefill_sizes(self.config), score_sizes(self.config)
+        found = self._prompts(params, state, sizes, scored) | self._firsts(state, _KINDS)
         found |= self._rounds(params, state, _KINDS, self._all_keys())
         return found | self._slots(state, forks=True, rows=True)
 
     def neediest(self, params: Any, state: DecodeState) -> dict[str, StepCall]:
         """The steps that take the most memory, with every sampler feature on, by name."""
-        largest, full = self.config.engine.prefill_chunks[-1:], [SamplerKind(True, True)]
-        found = self._prompts(params, state, largest, with_scores=True)
+        largest, scored = prefill_sizes(self.config)[-1:], score_sizes(self.config)[-1:]
+        found, full = self._prompts(params, state, largest, scored), [SamplerKind(True, True)]
         return found | self._rounds(params, state, full, self._all_keys()[-1:])
 
     def rounds(self) -> Iterator[tuple[Callable, SamplerKind, int | None]]:
@@ -104,14 +105,15 @@ class Ahead:
         return itertools.product(self.by_length.values(), _KINDS, self._all_keys())
 
     def _prompts(
-        self, params: Any, state: DecodeState, sizes: Iterable[int], with_scores: bool = False
+        self, params: Any, state: DecodeState, sizes: Iterable[int], scored: Iterable[int] = ()
     ) -> dict[str, StepCall]:
         one, found = np.zeros(1, np.int32), {}
         for size in sizes:
             args = params, state, np.zeros((1, size), np.int32), one, one
             found[f"prefill {size}"] = StepCall(self.steps.prefill, args)
-            if with_scores:
-                found[f"score {size}"] = StepCall(self.steps.score, (*args, args[2]))
+        for size in scored:
+            row = np.zeros((1, size), np.int32)
+            found[f"score {size}"] = StepCall(self.steps.score, (params, state, row, one, one, row))
         return found
 
     def _firsts(self, state: DecodeState, kinds: Iterable[SamplerKind]) -> dict[str, StepCall]:
@@ -159,7 +161,7 @@ class Ahead:
 
     def _chunks(self, length: int) -> set[int]:
         """Chunk sizes of a prompt, alone or while others decode."""
-        sizes, budget = self.config.engine.prefill_chunks, self.config.engine.prefill_budget
+        sizes, budget = prefill_sizes(self.config), self.config.engine.prefill_budget
         small = [size for size in sizes if budget is None or size <= budget]
         return {size for some in (sizes, small) for _, size in plan_chunks(length, some)}
 

@@ -50,7 +50,9 @@ from carat_jax.engine.scheduler import Admission, Chunk, Scheduler
 from carat_jax.engine.shapes import (
     key_rungs,
     max_context,
+    prefill_sizes,
     reuses_prefix,
+    score_sizes,
     step_options,
     verify_rows,
 )
@@ -140,7 +142,7 @@ class EngineLoop:
         self._scheduler = Scheduler(
             config.engine.max_batch,
             config.engine.max_queue,
-            config.engine.prefill_chunks,
+            prefill_sizes(config),
             config.engine.prefill_budget or config.engine.prefill_chunks[-1],
             reuse_of(self._state) if reuses_prefix(config) else None,
         )
@@ -349,7 +351,7 @@ class EngineLoop:
         scored: list[TokenInfo | None] = [None]
         try:
             with self._guarded():
-                for start, size in plan_chunks(len(ids), self.config.engine.prefill_chunks):
+                for start, size in plan_chunks(len(ids), score_sizes(self.config)):
                     chunk, num_valid = padded_row(ids[start : start + size], size)
                     targets, _ = padded_row(ids[start + 1 : start + 1 + size], size)
                     where = np.full(1, slot, np.int32)

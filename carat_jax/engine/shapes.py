@@ -13,6 +13,8 @@ from carat_jax.numerics.padding import EXACT, default_rungs
 
 # Alternatives a sampler with log-probabilities returns, at most.
 MAX_TOP_LOGPROBS = 20
+# Positions that are scored at once: float32 logits of a 31B take 2 GiB for as many.
+MAX_SCORED = 2048
 
 
 def compute_options(config: Config, backend: str | None = None) -> ComputeOptions:
@@ -80,6 +82,24 @@ def key_rungs(config: Config, max_context: int) -> tuple[int, ...]:
 def verify_rows(config: Config, num_drafts: int) -> int:
     """Rows a slot of a verify pass, for a drafter of `num_drafts`."""
     return max(num_drafts + 1, config.decode.uniform_rows)
+
+
+def prefill_sizes(config: Config) -> tuple[int, ...]:
+    """Chunk sizes that prompts are cut into.
+
+    With `uniform_rows` those within the budget: who else runs must not change how a prompt is cut,
+    and with it the last bits of its rows.
+    """
+    engine = config.engine
+    if not config.decode.uniform_rows or engine.prefill_budget is None:
+        return engine.prefill_chunks
+    return tuple(size for size in engine.prefill_chunks if size <= engine.prefill_budget)
+
+
+def score_sizes(config: Config) -> tuple[int, ...]:
+    """Chunk sizes of scoring, which holds the logits of a whole chunk."""
+    sizes = prefill_sizes(config)
+    return tuple(size for size in sizes if size <= MAX_SCORED) or sizes[:1]
 
 
 def reuses_prefix(config: Config) -> bool:

@@ -21,6 +21,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from carat_jax.config import Config
+from carat_jax.engine.shapes import prefill_sizes, score_sizes
 from carat_jax.families import LayerSpec, ModelConfig
 from carat_jax.numerics.attention import MAX_SCORES
 from carat_jax.numerics.options import ComputeOptions
@@ -57,14 +58,14 @@ class Passes:
     def workspace(self, *, rings: int, weights: int, caches: int) -> int:
         """Bytes of the neediest step, given the bytes of rings, all weights and all caches."""
         engine, logits = self.config.engine, 4 * self.models[0].vocab_size
-        chunk = engine.prefill_chunks[-1]
+        chunk, scored = prefill_sizes(self.config)[-1], score_sizes(self.config)[-1]
         # Nothing keeps the passes of a target and its drafter apart.
         prefill = rings + sum(self._forward(facts, 1, chunk, True) for facts in self.models)
         rounds = sum(
             self._forward(facts, engine.max_batch, self.num_rows, False) for facts in self.models
         )
         drawing = _SAMPLER_COPIES * logits * engine.max_batch * self.num_rows
-        need = max(prefill + 2 * logits * chunk, rounds + drawing)
+        need = max(prefill + 2 * logits * scored, rounds + drawing)
         if self.backend != "cpu":
             return need + _LIBRARIES
         return need + (2 * (weights + caches) if self.config.dtype == "bfloat16" else 0)

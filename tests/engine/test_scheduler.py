@@ -179,6 +179,33 @@ def test_cancelled_while_its_prompt_is_prefilled():
     assert scheduler.is_idle
 
 
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [
+        (1, [128]),
+        (100, [128]),
+        (130, [128, 128]),  # not 512, of which 382 would be padding
+        (400, [512]),
+        (1024, [512, 512]),
+        (2000, [2048]),
+        (2500, [2048, 512]),
+        (5000, [2048, 2048, 512, 512]),
+        (5500, [6144]),  # 644 of padding take less than reading the weights three times more
+        (6000, [6144]),
+        (8000, [6144, 2048]),
+        (6144 * 20 + 1, [6144] * 20 + [128]),
+    ],
+)
+def test_chunks_weigh_padding_against_reading_the_weights_again(length, sizes):
+    chunks = plan_chunks(length, (128, 512, 2048, 6144))
+    assert [size for _, size in chunks] == sizes
+    assert [start for start, _ in chunks] == [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+def test_chunks_of_one_size_cut_any_length():
+    assert plan_chunks(20_000, (2,)) == [(start, 2) for start in range(0, 20_000, 2)]
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=8), st.integers(8, 200))
 def test_no_gap_is_longer_than_the_budget_and_nothing_is_prefilled_twice(lengths, budget):
