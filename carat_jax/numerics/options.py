@@ -53,10 +53,17 @@ PLAIN = ComputeOptions()
 def compiler_options() -> dict[str, str]:
     """What XLA is told about the steps on this machine's backend, beyond its defaults.
 
-    On a GPU XLA rewrites the product of one row with fewer than 10 M weights into a multiplication
-    and a sum. With rows of the weights along the sum that writes the products out: 36 MB of traffic
-    a layer instead of 12 for the 26B's `down_proj`.
+    On a GPU two things, measured on an H200:
+
+    - XLA rewrites the product of one row with fewer than 10 M weights into a multiplication and a
+      sum, and may write the products out: 36 MB of traffic a layer instead of 12 for the 26B's
+      `down_proj`, a decode step of 3.85 ms instead of 3.37. That pass is left out.
+    - Kernels of a step that do not depend on one another run side by side, such as a mixture's MLP
+      and its experts: a decode step of the 26B takes 2.86 ms instead of 3.19.
     """
     if jax.default_backend() != "gpu":
         return {}
-    return {"xla_disable_hlo_passes": "dot-strength-reduction"}
+    return {
+        "xla_disable_hlo_passes": "dot-strength-reduction",
+        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    }
