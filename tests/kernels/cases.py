@@ -191,7 +191,7 @@ LENGTHS = _round_lengths(4097)
 
 FULL = (  # the real shapes; on a GPU
     *(
-        _case("ring", f"31b_{t}", (0, 800, 1024, 1100, 40000), t, 32, 16, 256, window=1024)
+        _case("ring", f"31b_{t}", (0, 800, 1024, 1100, 9000), t, 32, 16, 256, window=1024)
         for t in (1, 2, 4, 8, 16)
     ),
     _case("ring", "12b", (5000, 17), 4, 16, 8, 256, window=1024),

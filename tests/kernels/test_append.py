@@ -59,7 +59,7 @@ SMALL = (
 )  # fmt: skip
 LOCAL = {"window": 1024, "is_ring": True}
 FULL = (
-    *(Case(f"31b_local_{t}", (0, 1020, 40000), (t,) * 3, t, 16, 2, 256, 1088, **LOCAL)
+    *(Case(f"31b_local_{t}", (0, 1020, 9000), (t,) * 3, t, 16, 2, 256, 1088, **LOCAL)
       for t in (1, 4, 8, 16)),
     *(Case(f"31b_global_{t}", (0, 29, 6001), (t,) * 3, t, 4, 8, 512, 6100, k_eq_v=True)
       for t in (1, 3, 4, 8)),
