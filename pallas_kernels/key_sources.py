@@ -38,6 +38,10 @@ class Linear:
         """Oldest position that exists and may be seen, and one past the newest."""
         return span.oldest, jnp.minimum(span.end, self.size)
 
+    def origin(self, span):
+        """Position of the first key of block 0."""
+        return 0
+
     def locate(self, i, span, block):
         """(row of the array, positions of the block)."""
         return i * block, i * block + jnp.arange(block)
@@ -79,6 +83,10 @@ class RingHistory:
         """Oldest position that exists and may be seen, and one past the newest."""
         return jnp.maximum(span.oldest, span.start - self.size), span.start
 
+    def origin(self, span):
+        """Position of the first key of block 0."""
+        return 0
+
     def locate(self, i, span, block):
         """(row of the array, positions of the block)."""
         return lax.rem(i * block, self.size), i * block + jnp.arange(block)
@@ -99,6 +107,10 @@ class Chunk:
     def bounds(self, span):
         """Oldest position that exists and may be seen, and one past the newest."""
         return span.oldest, jnp.minimum(span.end, span.start + self.size)
+
+    def origin(self, span):
+        """Position of the first key of block 0."""
+        return span.start
 
     def locate(self, i, span, block):
         """(row of the array, positions of the block)."""

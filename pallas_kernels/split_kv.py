@@ -136,8 +136,23 @@ def add_block(problem, carry, scores, v):
     return o, new_top, mass * decay[:, None] + share
 
 
+def _whole_blocks(problem, source, span, first, stop):
+    """First and one-past-last of the blocks whose keys all exist, each seen by the whole tile."""
+    low, high = source.bounds(span)
+    if problem.window is not None:
+        low = jnp.maximum(low, span.last - problem.window + 1)
+    high, origin, block = jnp.minimum(high, span.first + 1), source.origin(span), problem.tile.block
+    end = jnp.clip(lax.div(jnp.maximum(high - origin, 0), block), first, stop)
+    return jnp.clip(pl.cdiv(jnp.maximum(low - origin, 0), block), first, end), end
+
+
 def _visit(problem, source, refs, queries, q_pos, span, column, carry):
-    """Adds one source's key blocks, those of this split, to the running (o, top, mass)."""
+    """Adds one source's key blocks, those of this split, to the running (o, top, mass).
+
+    A program that takes every block, as in prefill, has a loop without masks for whole blocks and
+    one for those at each edge. For 2,048 positions after 4,096 (31B) local layers take 0.197 ms
+    against 0.218 with one loop, global ones 2.64 against 2.81. `v_rot` spills in either form.
+    """
     k_ref, v_ref = refs
     q, q_rotated = queries
     block, splits, split = problem.tile.block, problem.tile.splits, pl.program_id(1)
@@ -153,14 +168,15 @@ def _visit(problem, source, refs, queries, q_pos, span, column, carry):
     )
     newest = jnp.minimum(q_pos, high - 1)[:, None]
 
-    def body(step, carry):
-        row, pos = source.locate(first + step * splits, span, block)
+    def visit(i, carry, *, is_whole=False):
+        row, pos = source.locate(i, span, block)
         exists = (pos >= low) & (pos < high)
         rows = pl.ds(row, block)
-        if one_shot:
-            # Loads that do not wait for the slot's length; its dead slots are dropped after.
+        if one_shot or is_whole:
             k, v = k_ref[rows, :], v_ref[rows, pl.ds(column, problem.columns)]
-            v = jnp.where(exists[:, None], v, 0.0)
+            if one_shot:
+                # Loads that do not wait for the slot's length; its dead slots are dropped after.
+                v = jnp.where(exists[:, None], v, 0.0)
         else:
             k = plt.load(k_ref.at[rows, :], mask=exists[:, None], other=0.0)
             values = v_ref.at[rows, pl.ds(column, problem.columns)]
@@ -168,12 +184,24 @@ def _visit(problem, source, refs, queries, q_pos, span, column, carry):
         scores = plt.dot(q, v.T if problem.rotated else k.T)
         if problem.rotated:
             scores += plt.dot(q_rotated, k.T)
-        visible = (pos[None, :] >= oldest) & (pos[None, :] <= newest)
-        return add_block(problem, carry, jnp.where(visible, scores, -jnp.inf), v)
+        if not is_whole:
+            visible = (pos[None, :] >= oldest) & (pos[None, :] <= newest)
+            scores = jnp.where(visible, scores, -jnp.inf)
+        return add_block(problem, carry, scores, v)
 
     if one_shot:
-        return body(0, carry)
-    return lax.fori_loop(0, pl.cdiv(jnp.maximum(stop - first, 0), splits), body, carry)
+        return visit(first, carry)
+    if splits > 1 or problem.rotated or isinstance(source, Ring) or source.size < block:
+        steps = pl.cdiv(jnp.maximum(stop - first, 0), splits)
+        return lax.fori_loop(0, steps, lambda n, carry: visit(first + n * splits, carry), carry)
+    stop = jnp.maximum(stop, first)
+    begin, end = _whole_blocks(problem, source, span, first, stop)
+    if problem.window is None:
+        begin = first  # every row sees the oldest keys
+    else:
+        carry = lax.fori_loop(first, begin, visit, carry)
+    carry = lax.fori_loop(begin, end, functools.partial(visit, is_whole=True), carry)
+    return lax.fori_loop(end, stop, visit, carry)
 
 
 def _attend_kernel(problem, direct, starts_ref, ends_ref, norm_ref, q_ref, *refs):

@@ -62,6 +62,19 @@ def test_a_ring_visited_in_a_loop_equals_one_block_a_program():
     _check(case, jax.jit(bodies.call(case, "interpret", tile=tile)), jnp.float32)
 
 
+EDGES = (  # 64 positions a tile and 16 keys a block: edges and whole blocks, several of each
+    cases.Case("edges", "prefill", (0, 67, 301), 70, 1, 1, 32, size=307, pad=7),
+    cases.Case("edges_of_windows", "prefill", (0, 67, 301), 70, 1, 1, 32, size=307, window=128),
+    cases.Case("edges", "prefill_ring", (0, 190, 500), 200, 1, 1, 32, size=144, window=128, pad=10),
+)
+
+
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_edges_and_whole_blocks_of_a_prefill_match_float64(case):
+    tile = Tile(rows=64, block=16, splits=1, warps=4, stages=2)
+    _check(case, jax.jit(bodies.call(case, "interpret", tile=tile)), jnp.float32)
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_programs_that_share_the_output_columns_agree(splits):
     case = next(c for c in cases.SMALL if c.name == "row_tiles")
