@@ -55,7 +55,8 @@ class Tile:
         """Bytes of shared memory of one program: query rows, weights and key and value blocks.
 
         `rotated` is the width of the rotated keys of the `v_rot` layout (0: keys in full). Hopper's
-        64-row matrix instructions read a block while later ones load, so they hold one more.
+        64-row matrix instructions read a block while later ones load, so they hold one more, and
+        take the weights from registers. On an A100 the block too many covers the weights.
         """
         keys, values = rotated or head_dim, self.columns or head_dim
         queries = self.rows * (head_dim + rotated)
@@ -63,7 +64,8 @@ class Tile:
         blocks = buffers * self.block * (keys + values)
         if rotated and self.stages == 1:
             blocks += self.block * head_dim  # values enter both products, laid out differently
-        return itemsize * (queries + blocks + self.rows * self.block)
+        weights = self.rows * self.block if self.rows < 64 else 0
+        return itemsize * (queries + blocks + weights)
 
 
 def next_power_of_two(n: int) -> int:
@@ -174,12 +176,15 @@ def prefill_tile(
 ) -> Tile:
     """Prefill: as many rows as registers allow; a block divides the ring of `capacity` slots.
 
-    Head dimension 512 in two halves of the columns: 4.5 ms for 2,048 positions after 6,144, against
-    5.4 with all columns in one program.
+    Head dimension 512 in two halves of the columns, so that 128 rows fit: 2.64 ms for 2,048
+    positions after 4,096, against 2.91 with 64 rows and 3.50 with 64 rows and all columns. `v_rot`
+    reads all columns, and an A100 has no room for 128 rows: both stay with 64.
     """
-    tile_rows = _rows(rows, 64 if head_dim == 512 else 128)
-    block = 32 if head_dim == 512 else 64  # the best of a sweep
-    columns = 256 if head_dim == 512 and tile_rows == 64 and not rotated else 0
+    is_wide = head_dim == 512
+    is_narrowed = is_wide and (rotated > 0 or limits(device)[0] < 200 * 1024)
+    tile_rows = _rows(rows, 64 if is_narrowed else 128)
+    block = 32 if is_wide else 64  # the best of a sweep
+    columns = 256 if is_wide and tile_rows >= 64 and not rotated else 0
     return _fit(
         "prefill_attention",
         rows=tile_rows,
