@@ -18,7 +18,8 @@ from carat_jax.cache.bank import (
 from carat_jax.cache.linear import LinearCache
 from carat_jax.cache.ring import RingCache, ring_capacity, ring_positions
 from carat_jax.families import FAMILIES, from_hf
-from carat_jax.numerics.attention import visible
+from carat_jax.numerics.attention import attend, visible
+from carat_jax.numerics.options import ComputeOptions
 from tests.toys import CONFIGS
 
 W, MAX_ROWS = 4, 3
@@ -268,3 +269,22 @@ def test_rollback_reaches_as_far_as_the_ring_keeps(bank):
         rollback(bank, 1, 16, held=20)
     with pytest.raises(ValueError, match="from 20 to 21"):
         rollback(bank, 1, 21, held=20)
+
+
+@pytest.mark.parametrize("num_rows", [16, 17, 32, 65, 66])
+def test_a_chunk_of_any_length_finds_a_kernel_over_its_ring(num_rows):
+    # given a ring with room for 65 rows beyond its window, of which a kernel takes 16 at once
+    rng, shape = np.random.default_rng(num_rows), (1, 1, 128, 32)
+    window, starts, num_valid = 64, jnp.array([150]), jnp.array([num_rows - 1])
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    ring = RingCache(normal(*shape), normal(*shape))
+    k, v, q = normal(1, num_rows, 1, 32), normal(1, num_rows, 1, 32), normal(1, num_rows, 2, 32)
+    positions = starts[:, None] + jnp.arange(num_rows)
+    out = {}
+    for impl in ("xla", "interpret"):
+        _, view = ring.extend(k, v, starts, num_valid, None, window)
+        out[impl] = attend(q, positions, view, window, ComputeOptions(impl=impl))[:, :-1]
+    np.testing.assert_allclose(out["interpret"], out["xla"], rtol=2e-5, atol=2e-5)

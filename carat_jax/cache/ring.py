@@ -9,7 +9,8 @@ older than the window of its first query. Rejecting drafts moves `ends` back by 
 the slots in front of the new end hold newer rows than the invariant says, but those lie ahead of
 every later query until they are overwritten, and the rows they replaced were already out of reach.
 
-Longer chunks read (ring, chunk) first and write afterwards; then only their last C rows land.
+Longer chunks, and those of more rows than the ring's kernel takes, read (ring, chunk) first and
+write afterwards; of a chunk longer than the ring only the last C rows land.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from carat_jax.array_types import Array, CacheRows, Int, Keys, Lengths, Slots, Values
 from carat_jax.cache.rows import of_slots, write_rows
 from carat_jax.numerics.attention import KeyView, RingView, chunk_view, ring_positions
+from pallas_kernels.ring_attention import MAX_POSITIONS
 
 
 def ring_capacity(window: int, max_rows: int, block: int = 1) -> int:
@@ -68,7 +70,7 @@ class RingCache:
         num_rows = k.shape[1]
         rows = starts[:, None] + jnp.arange(num_rows)
         written = self._write(k, v, rows, num_valid, slots)
-        if num_rows <= self.capacity - window + 1:
+        if num_rows <= min(self.capacity - window + 1, MAX_POSITIONS):
             return written, written.view(starts + num_valid, slots)
         return written, chunk_view(self.view(starts, slots), k, v, starts, num_valid)
 
