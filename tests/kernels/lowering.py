@@ -4,6 +4,7 @@ Every kernel's own module is verified as well: JAX writes it as bytes without lo
 malformed would only show where Triton reads it, on a GPU.
 """
 
+import contextlib
 import warnings
 
 import jax
@@ -21,11 +22,18 @@ def _lower_and_verify(*args, **kwargs):
 triton_lowering.lower_jaxpr_to_triton_module = _lower_and_verify
 
 
-def lower(function, arrays, device):
-    """Text of `function` of `arrays` (or their shapes), lowered for a device by its name."""
+@contextlib.contextmanager
+def device_of_name(device):
+    """What is traced and lowered meanwhile is for a device by its name."""
     kind = jax.sharding.AbstractDevice(device, None, "gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def lower(function, arrays, device):
+    """Text of `function` of `arrays` (or their shapes), lowered for a device by its name."""
+    with device_of_name(device):
         traced = jax.jit(function).trace(*arrays)
         return traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,47 @@
+"""Whole steps lower for a GPU on a machine without one: no shape that settings allow is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from carat_jax import plan
+from carat_jax.decoding.steps import SamplerKind, build_steps
+from carat_jax.engine.memory import new_state
+from carat_jax.engine.shapes import step_options
+from tests.kernels.lowering import device_of_name
+
+SETTINGS = ["dtype=bfloat16", "engine.max_batch=2", "engine.max_context=1024"]
+ASSISTANT = ["decode.drafter=assistant", "decode.draft_len=3"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernels"),
+    [
+        (["model=tiny", *ASSISTANT], ["append_ring", "append_linear", "borrow_ring"]),
+        (["model=random:31b/6"], ["append_ring", "append_linear"]),
+        (["model=random:26b-a4b/6"], ["expert_down", "mixture_norm"]),
+        (["model=random:e2b"], ["borrow_ring", "borrow_linear"]),
+    ],
+    ids=lambda x: x[0],
+)
+def test_every_chunk_and_round_lowers(settings, kernels):
+    graph, blueprint = plan.blueprint([*settings, *SETTINGS], None, "gpu")
+    config, drafting = blueprint.config, blueprint.drafting
+    options = step_options(config, blueprint.model)
+    options = dataclasses.replace(options, compute=blueprint.options)
+    assert options.compute.impl == "triton"
+    steps = build_steps(graph, drafting.drafter, options, jnp.zeros(blueprint.model.vocab_size))
+    params = {"target": blueprint.specs, "draft": drafting.specs}
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), params)
+    state = jax.eval_shape(lambda: new_state(config, blueprint.model, drafting, blueprint.options))
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    with device_of_name("NVIDIA H200"):
+        for chunk in (1, 17, 32, 65, 128):
+            tokens = jax.ShapeDtypeStruct((1, chunk), jnp.int32)
+            steps.prefill.trace(params, state, tokens, one, one).lower(lowering_platforms=("cuda",))
+        kind = SamplerKind(draws=False, logprobs=False)
+        text = steps.round.trace(params, state, kind).lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in kernels:
+        assert f"carat_{kernel}" in text
