@@ -19,8 +19,10 @@ import numpy as np
 from carat_jax.decoding.steps import SamplerKind
 from carat_jax.engine.api import Engine
 from carat_jax.engine.engine import EngineLoop
+from carat_jax.numerics.options import compiler_options
 
 _GREEDY = SamplerKind(draws=False, logprobs=False)
+_NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 # Positions that timed steps may add to a slot.
 ROOM = 2048
 
@@ -33,12 +35,27 @@ class DeviceStep:
       compiled: the executable, once `compile_all` has made it.
     """
 
-    def __init__(self, loop: EngineLoop, lowered: Any, call: Callable[[Any], Any]):
-        self.loop, self.compiled, self._lowered, self._call = loop, None, lowered, call
+    def __init__(
+        self,
+        loop: EngineLoop,
+        lowered: Any,
+        call: Callable[[Any], Any],
+        options: Mapping[str, str] | None = None,
+    ):
+        self.loop, self.compiled = loop, None
+        self._lowered, self._call, self._options = lowered, call, options
 
     def compile(self) -> None:
         """Makes the executable."""
-        self.compiled = self._lowered.compile()
+        self.compiled = self._lowered.compile(self._options)
+
+    def without_graphs(self) -> "DeviceStep":
+        """The same step, to be compiled so that its kernels are launched one by one.
+
+        Of kernels in a CUDA graph a profiler does not tell which instruction they came from.
+        """
+        options = {**compiler_options(), **_NO_GRAPHS} if jax.default_backend() == "gpu" else None
+        return DeviceStep(self.loop, self._lowered, self._call, options)
 
     @property
     def temp_bytes(self) -> int:

@@ -1,9 +1,9 @@
 """Where a step's microseconds go: its kernels from a profiler trace, by layer kind and part.
 
 `jax.profiler` writes every kernel with the HLO instruction it came from; the compiled program's
-text names the scopes of that instruction (`layer_7/mlp/norm`), which are the source's own. A
-profile runs without CUDA graphs, so the sum of its kernels is compared with the step's time and
-the time of the profiled steps themselves means nothing.
+text names the scopes of that instruction (`layer_7/mlp/norm`), which are the source's own. What
+is profiled runs without CUDA graphs, so the sum of its kernels is compared with the step's time
+and the time of the profiled steps themselves means nothing.
 """
 
 import dataclasses

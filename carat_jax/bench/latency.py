@@ -122,7 +122,7 @@ def stream_row(
     slots = engine.config.engine.max_batch
     trace = [TraceRequest(i, i, context, tokens, None, 0.0) for i in range(slots)]
     prompts = workload.prompt_ids(trace, engine.model.vocab_size)
-    compile_s = warm_up(engine)
+    compile_s = warm_up(engine, [context])
     before = engine.stats()
     replay = Replay(engine, trace, prompts)
     served = replay.closed(slots)

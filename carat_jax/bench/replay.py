@@ -120,11 +120,16 @@ class Replay:
         self._running = running
 
 
-def warm_up(engine: Engine) -> float:
-    """Runs greedy requests through every shape that a replay uses; seconds."""
+def warm_up(engine: Engine, lengths: Sequence[int] | None = None) -> float:
+    """Runs greedy requests through every shape that a replay uses; seconds.
+
+    Args:
+      engine: it.
+      lengths: of the replay's prompts; None is any.
+    """
     started, loop = time.perf_counter(), engine.loop
     params = sampling_from(_greedy(engine), max_tokens=4)
-    for i, size in enumerate(engine.config.engine.prefill_chunks):
+    for i, size in enumerate(lengths or engine.config.engine.prefill_chunks):
         # Prompts of their own, so that none continues from what a slot still holds of another.
         ids = [engine.model.vocab_size // 2 + i] * min(size, loop.max_context - 8)
         loop.run([loop.submit(ids, params) for _ in range(loop.num_slots)])

@@ -129,9 +129,11 @@ def kernel_list(phase: str, kernels: list[Kernel]) -> str:
 def _measure(base: Engine, batch: int, rates: tuple[float, float], output: Path | None):
     """(phase, record) of every part and step at one batch size."""
     phases = Phases(base, batch)
+    profiled = {phase: step.without_graphs() for phase, step in phases.steps.items()}
     compile_s = device_steps.compile_all(phases.steps)
+    device_steps.compile_all(profiled)
     seconds = device_steps.medians(device_steps.alternate(phases.steps, _STEPS.value))
-    for phase, step in phases.steps.items():
+    for phase, step in profiled.items():
         text = step.compiled.as_text()
         kernels = kernel_trace.record(lambda step=step: step.queue(_PROFILED), _PROFILED, text)
         if output:
