@@ -39,6 +39,15 @@ GLOBAL = {"heads": 32, "kv_heads": 4, "head_dim": 512}  # a 31B global layer, ei
 GLOBAL_12B = {"heads": 16, "kv_heads": 1, "head_dim": 512}
 LOCAL = {"heads": 32, "kv_heads": 16, "head_dim": 256}
 WINDOW, CAPACITY, ROTATED, LAYERS = 1024, 1088, 128, 50
+# The choice, 17 programs a head with a block each, is 272 programs where 264 run at once.
+RING_RIVALS = [
+    Tile(rows=16, block=32, splits=16, warps=4, stages=3),
+    Tile(rows=16, block=32, splits=16, warps=4, stages=4),
+    Tile(rows=16, block=32, splits=8, warps=4, stages=4),
+    Tile(rows=16, block=32, splits=34, warps=4, stages=1),
+    Tile(rows=16, block=64, splits=8, warps=4, stages=3),
+    Tile(rows=16, block=64, splits=17, warps=8, stages=1),
+]
 
 
 def _global_caches(shape, keys, count):
@@ -89,8 +98,8 @@ def grouped(records, ceiling, shape, keys, num_new, *, per_head=True, three_stag
     records.add(**fixed, variant="ratios", **ratio)
 
 
-def ring(records, ceiling, num_new):
-    """The local attention of 50 layers, kernel against XLA."""
+def ring(records, ceiling, num_new, rivals=()):
+    """The local attention of 50 layers, kernel against XLA, or its tile against others."""
     shape = (1, LOCAL["kv_heads"], CAPACITY, LOCAL["head_dim"])
     layers = {
         "ring": [
@@ -100,13 +109,14 @@ def ring(records, ceiling, num_new):
     starts, ends = jnp.array([5000]), jnp.array([5000 + num_new])
     q = random_array(99, (1, num_new, LOCAL["heads"], LOCAL["head_dim"]), 0.08)
     at = {"starts": starts, "ends": ends, "window": WINDOW}
-    variants = {
-        "ring": (lambda q, k, v: ring_attention(q, k, v, impl="triton", **at), "ring"),
-        "xla": (lambda q, k, v: baselines.ring_xla(q, k, v, **at), "ring"),
-    }
+    run = functools.partial(ring_attention, impl="triton", **at)
+    others = {f"ring {tile}": functools.partial(run, tile=tile) for tile in rivals}
+    others = others or {"xla": functools.partial(baselines.ring_xla, **at)}
+    variants = {name: (call, "ring") for name, call in {"ring": run, **others}.items()}
     oracle = jax.jit(functools.partial(reference.ring_attention, **at))(q, *layers["ring"][0])
     moved = {"ring": 2 * shape[1] * (WINDOW + num_new - 1) * shape[3] * 2}
-    fixed = {"case": "ring", **LOCAL, "window": WINDOW, "positions": num_new}
+    case = "tiles" if rivals else "ring"
+    fixed = {"case": case, **LOCAL, "window": WINDOW, "positions": num_new}
     more = {"length": 200, "moved": moved, "ceiling": ceiling}
     checked_race(records, fixed, variants, oracle, q, layers, **more)
 
@@ -312,6 +322,7 @@ def main(argv):
         torch_sdpa(records, keys)
     if "tiles" in chosen:
         prefill_candidates(records)
+        ring(records, ceiling, 4, RING_RIVALS)
         for keys in (contexts[0], contexts[-1]):
             tile_candidates(records, keys)
     for num_rows in map(int, _ROWS.value if "experts" in chosen else ()):
