@@ -38,7 +38,7 @@ def test_every_chunk_and_round_lowers(settings, kernels):
     state = jax.eval_shape(lambda: new_state(config, blueprint.model, drafting, blueprint.options))
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
     with device_of_name("NVIDIA H200"):
-        for chunk in (1, 17, 32, 65, 128):
+        for chunk in (1, 17, 66):
             tokens = jax.ShapeDtypeStruct((1, chunk), jnp.int32)
             steps.prefill.trace(params, state, tokens, one, one).lower(lowering_platforms=("cuda",))
         kind = SamplerKind(draws=False, logprobs=False)

@@ -1,7 +1,9 @@
 """The command line that the benchmarks of a whole engine share: flags, refusals, the weights."""
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 
 from absl import flags
 
@@ -23,8 +25,21 @@ def new_flags(output: str) -> flags.FlagValues:
 
 def load_weights(known: flags.FlagValues) -> carat_jax.Engine:
     """The engine of --config and --set, to make variants of: its own caches are kept small."""
+    return _load(known.config, tuple(known.set))
+
+
+@functools.lru_cache(maxsize=1)
+def _load(config: str | None, settings: tuple[str, ...]) -> carat_jax.Engine:
     small = ["engine.max_batch=1", "engine.max_context=256"]
-    return carat_jax.load(read_settings(known.config, [*known.set, *small]))
+    return carat_jax.load(read_settings(config, [*settings, *small]))
+
+
+def call(benchmark: ModuleType, arguments: Sequence[str]) -> int:
+    """Runs the program of a benchmark's module with these arguments; what it returns."""
+    known = benchmark._FLAGS
+    known.unparse_flags()  # what an earlier call set
+    known([benchmark.__name__, *arguments])
+    return benchmark.main()
 
 
 def run(program: Callable[[], int], known: flags.FlagValues, usage: str) -> None:

@@ -14,7 +14,7 @@ import carat_jax
 ON_GPU = bool(os.environ.get("CARAT_TEST_GPU"))
 KERNELS = "triton" if ON_GPU else "interpret"
 PROMPTS = ["Once upon a time", "One morning, Nell took her basket and walked to the market. " * 6]
-ENGINE = {"max_batch": 2, "max_context": 256, "prefill_chunks": [32, 128]}
+ENGINE = {"max_batch": 2, "max_context": 256, "prefill_chunks": [32, 80]}
 SWITCHES = {
     "paged": {"cache.local_layers": "paged"},
     "full": {"cache.local_layers": "full"},
