@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference, tiles
-from pallas_kernels.dispatch import check_shapes, refusal, resolve
+from pallas_kernels.dispatch import check_ring, check_shapes, refusal, resolve
 from pallas_kernels.key_sources import Linear, Ring, Span
 from pallas_kernels.split_kv import (
     Problem,
@@ -35,7 +35,6 @@ from pallas_kernels.split_kv import (
     partial_outputs,
 )
 
-MAX_POSITIONS = 16
 MAX_ROWS = 64  # group x positions: one tile of rows, because one program writes a block
 
 
@@ -90,12 +89,6 @@ def append_attention(
             f"not {qkv.shape[3]}"
         )
     check_angles("append_attention", qkv, cos, sin)
-    capacity, num_new = k_cache.shape[2], qkv.shape[1]
-    if is_ring and num_new > capacity - window + 1:
-        raise ValueError(
-            f"append_attention: {num_new} positions need a ring of {window + num_new - 1} slots "
-            f"for window={window}; it has {capacity}"
-        )
     impl, problem = _plan(
         "append_attention", qkv, (k_cache, v_cache), (starts, ends),
         group=group, window=window, is_ring=is_ring, impl=impl, tile=tile, appends=True,
@@ -152,9 +145,11 @@ def _plan(kernel, rows, caches, positions, *, group, window, is_ring, impl, tile
     capacity, num_rows = caches[0].shape[2], num_new * group
     q = jax.ShapeDtypeStruct((slots, num_new, kv_heads * group, head_dim), rows.dtype)
     check_shapes(kernel, q, *caches, *positions)
+    if is_ring:
+        check_ring(kernel, num_new, capacity, window)
     reason = refusal(q, *caches, max_rows=MAX_ROWS, rows=num_rows)
-    if num_new > MAX_POSITIONS:
-        reason = f"{num_new} positions are more than {MAX_POSITIONS}"
+    if num_new > tiles.MAX_POSITIONS:
+        reason = f"{num_new} positions are more than {tiles.MAX_POSITIONS}"
     shape = {"rows": num_rows, "head_dim": head_dim, "device": tiles.current_device()}
     if is_ring and reason is None:
         tile = tile or tiles.ring_tile(**shape, capacity=capacity)
@@ -329,7 +324,7 @@ def _kernel(
 
     def visit_new(carry):
         """The new positions, which are written as well."""
-        new_t = jnp.arange(MAX_POSITIONS)
+        new_t = jnp.arange(tiles.MAX_POSITIONS)
         pos = start + new_t
         exists = (new_t < problem.num_new) & (pos < end)
         exists = exists if is_ring else exists & (pos < source.size)

@@ -32,6 +32,15 @@ def check_shapes(kernel, q, k, v, starts, ends, *, k_norm=None):
         raise ValueError(f"{kernel}: {heads} query heads do not divide over {v.shape[1]} KV heads")
 
 
+def check_ring(kernel, num_new, capacity, window):
+    """ValueError where `num_new` positions in a ring overwrite keys that the first one needs."""
+    if num_new > capacity - window + 1:
+        raise ValueError(
+            f"{kernel}: {num_new} positions need a ring of {window + num_new - 1} slots "
+            f"for window={window}; it has {capacity}"
+        )
+
+
 def refusal(q, k, v, *, max_rows=None, rows=0) -> str | None:
     """Why the kernels cannot take these arrays, or None. `rows` is group x positions."""
     head_dim, rotated = q.shape[3], k.shape[3]

@@ -6,11 +6,9 @@ C slots serves T <= C - window + 1 positions: an older row would need a key that
 """
 
 from pallas_kernels import reference, tiles
-from pallas_kernels.dispatch import check_shapes, refusal, resolve
+from pallas_kernels.dispatch import check_ring, check_shapes, refusal, resolve
 from pallas_kernels.key_sources import Ring
 from pallas_kernels.split_kv import attend
-
-MAX_POSITIONS = 16
 
 
 def ring_attention(
@@ -39,14 +37,10 @@ def ring_attention(
     num_new, heads, head_dim = q.shape[1:]
     kv_heads, capacity = k_ring.shape[1:3]
     rows = num_new * heads // kv_heads
-    if num_new > capacity - window + 1:
-        raise ValueError(
-            f"ring_attention: {num_new} positions need a ring of {window + num_new - 1} slots "
-            f"for window={window}; it has {capacity}"
-        )
+    check_ring("ring_attention", num_new, capacity, window)
     reason = refusal(q, k_ring, v_ring, max_rows=tiles.MAX_ROWS, rows=rows)
-    if num_new > MAX_POSITIONS:
-        reason = f"{num_new} positions are more than {MAX_POSITIONS}"
+    if num_new > tiles.MAX_POSITIONS:
+        reason = f"{num_new} positions are more than {tiles.MAX_POSITIONS}"
     if capacity % 16:
         reason = f"a ring of {capacity} slots is not a multiple of 16"
     impl = resolve("ring_attention", impl, q, k_ring, v_ring, reason)

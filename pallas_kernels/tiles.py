@@ -14,6 +14,7 @@ import jax
 
 HEAD_DIMS = (32, 64, 128, 256, 512)
 MAX_ROWS = 256
+MAX_POSITIONS = 16  # of a slot that decodes or verifies
 # Shared memory that one program may use, in bytes, and the number of multiprocessors.
 DEVICES = {
     "A100": (163 * 1024, 108),

@@ -11,14 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from carat_jax.array_types import Lengths, Slots, Tokens
-from carat_jax.decoding.drafters import Proposal
+from carat_jax.decoding.drafters import Proposal, Stateless
 from carat_jax.decoding.state import DecodeState
 from carat_jax.model.gemma4 import Gemma4
 
 
 @dataclasses.dataclass(frozen=True)
-class ScriptDrafter:
+class ScriptDrafter(Stateless):
     """See the module's docstring; its parameters come from `script`."""
 
     num_drafts: int
@@ -40,16 +39,6 @@ class ScriptDrafter:
         wrong = (told + 1) % target.config.vocab_size
         num = jnp.where(jnp.any(begins, axis=1), self.num_drafts, 0)
         return Proposal(jnp.where(is_right, told, wrong), num), own
-
-    def commit(self, own: Any, lengths: Lengths) -> Any:
-        """Keeps nothing."""
-        return own
-
-    def prefill(
-        self, params: Any, own: Any, tokens: Tokens, num_valid: Lengths, slot: Slots
-    ) -> Any:
-        """Keeps nothing."""
-        return own
 
 
 def script(texts: Sequence[Sequence[int]], num_drafts: int, seed: int = 0) -> dict[str, Any]:

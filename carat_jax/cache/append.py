@@ -11,12 +11,8 @@ from carat_jax.cache.linear import LinearCache
 from carat_jax.cache.ring import RingCache
 from carat_jax.numerics.attention import LinearView, RingView
 from carat_jax.numerics.options import ComputeOptions
-from pallas_kernels.append_attention import (
-    MAX_POSITIONS,
-    MAX_ROWS,
-    append_attention,
-    borrow_attention,
-)
+from pallas_kernels.append_attention import MAX_ROWS, append_attention, borrow_attention
+from pallas_kernels.tiles import MAX_POSITIONS
 
 
 @dataclasses.dataclass(frozen=True)

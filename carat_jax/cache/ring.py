@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from carat_jax.array_types import Array, CacheRows, Int, Keys, Lengths, Slots, Values
 from carat_jax.cache.rows import of_slots, write_rows
 from carat_jax.numerics.attention import KeyView, RingView, chunk_view, ring_positions
-from pallas_kernels.ring_attention import MAX_POSITIONS
+from pallas_kernels.tiles import MAX_POSITIONS
 
 
 def ring_capacity(window: int, max_rows: int, block: int = 1) -> int:

@@ -75,7 +75,7 @@ class Drafter(Protocol):
 
 def shortened(drafter: Drafter, num_drafts: int) -> Drafter:
     """The same drafter with another M; its parameters and state stay what they are."""
-    if num_drafts == 0 and isinstance(drafter, _Stateless):
+    if num_drafts == 0 and isinstance(drafter, Stateless):
         return NoDrafter()
     if isinstance(drafter, CombinedDrafter):
         parts = (shortened(part, num_drafts) for part in (drafter.ngram, drafter.assistant))
@@ -90,20 +90,22 @@ def sources(drafter: Drafter) -> tuple[str, ...]:
     return (drafter.name,)
 
 
-class _Stateless:
+class Stateless:
     """A drafter that keeps nothing of its own."""
 
     def commit(self, own: Any, lengths: Lengths) -> Any:
+        """Keeps nothing."""
         return own
 
     def prefill(
         self, params: Any, own: Any, tokens: Tokens, num_valid: Lengths, slot: Slots
     ) -> Any:
+        """Keeps nothing."""
         return own
 
 
 @dataclasses.dataclass(frozen=True)
-class NoDrafter(_Stateless):
+class NoDrafter(Stateless):
     """Nothing is drafted: a round is plain decoding."""
 
     name: str = "none"
@@ -119,7 +121,7 @@ class NoDrafter(_Stateless):
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramDrafter(_Stateless):
+class NgramDrafter(Stateless):
     """Prompt lookup (Saxena 2023): what followed the last tokens when they last occurred.
 
     Runs on the device over the ids of prompt and output, so that the loop need not wait for the
@@ -181,7 +183,7 @@ def look_up(
 
 
 @dataclasses.dataclass(frozen=True)
-class AssistantDrafter(_Stateless):
+class AssistantDrafter(Stateless):
     """Google's MTP assistant: a burst of M tokens from the target's state and caches.
 
     Attributes:
@@ -237,7 +239,7 @@ def _choose(
 
 
 @dataclasses.dataclass(frozen=True)
-class CombinedDrafter(_Stateless):
+class CombinedDrafter(Stateless):
     """The n-gram's tokens where it has a match, the assistant's elsewhere, in one verify pass."""
 
     ngram: NgramDrafter
