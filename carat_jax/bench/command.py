@@ -34,6 +34,19 @@ def _load(config: str | None, settings: tuple[str, ...]) -> carat_jax.Engine:
     return carat_jax.load(read_settings(config, [*settings, *small]))
 
 
+def whole_numbers(flag: str, texts: Sequence[str]) -> list[int]:
+    """The values of a list flag.
+
+    Raises:
+      ValueError: one is not a whole number above 0, or there is none.
+    """
+    if not texts:
+        raise ValueError(f"--{flag}: give one or more whole numbers above 0")
+    if bad := [text for text in texts if not text.isdecimal() or int(text) < 1]:
+        raise ValueError(f"--{flag}: {bad[0]!r} is not a whole number above 0")
+    return [int(text) for text in texts]
+
+
 def call(benchmark: ModuleType, arguments: Sequence[str]) -> int:
     """Runs the program of a benchmark's module with these arguments; what it returns."""
     known = benchmark._FLAGS
@@ -45,7 +58,8 @@ def call(benchmark: ModuleType, arguments: Sequence[str]) -> int:
 def run(program: Callable[[], int], known: flags.FlagValues, usage: str) -> None:
     """Parses the command line and exits with what the program returns.
 
-    Bad input, which a `ValueError` tells of, is one line on stderr and exit code 2.
+    Bad input, which a `ValueError` tells of, is one line on stderr and exit code 2; a file that
+    cannot be read or written is one, and exit code 1.
     """
     try:
         extra = known(sys.argv)[1:]
@@ -58,6 +72,9 @@ def run(program: Callable[[], int], known: flags.FlagValues, usage: str) -> None
     except (flags.Error, ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

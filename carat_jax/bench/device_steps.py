@@ -71,6 +71,20 @@ class DeviceStep:
         return (time.perf_counter() - start) / count
 
 
+def with_room(base: Engine, context: int, room: int = ROOM) -> int:
+    """Positions of slots that hold `context` and get up to `room` more.
+
+    Raises:
+      ValueError: the model was not made for as many.
+    """
+    if context + room > (limit := base.model.max_position_embeddings):
+        raise ValueError(
+            f"--context: {context} positions and room for {room} more are above the model's own "
+            f"limit of {limit}"
+        )
+    return context + room
+
+
 def filled(engine: Engine, context: int) -> EngineLoop:
     """The engine's loop with `context` random cached positions in every slot, all decoding."""
     loop = engine.loop

@@ -176,7 +176,7 @@ def _peak_bytes() -> int:
 def _measure(base: Engine, context: int, batch: int, limits: Limits) -> Mapping[str, dict]:
     """All records of one context and batch, by case."""
     room = max(device_steps.ROOM, _TOKENS.value)
-    sizes = {"max_batch": batch, "max_context": context + room}
+    sizes = {"max_batch": batch, "max_context": device_steps.with_room(base, context, room)}
     plain = base.variant(engine=sizes, decode={"drafter": "none"})
     drafted = None
     if _DRAFTER.value != "none":
@@ -206,8 +206,10 @@ def main() -> int:
     records = Records(output and str(output / "latency.jsonl"), _FLAGS.commit)
     limits = Limits(*measure.ceilings())
     is_wrong = False
-    for context in map(int, _CONTEXT.value):
-        for batch in map(int, _BATCHES.value):
+    contexts = command.whole_numbers("context", _CONTEXT.value)
+    batches = command.whole_numbers("batches", _BATCHES.value)
+    for context in contexts:
+        for batch in batches:
             for case, record in _measure(base, context, batch, limits).items():
                 records.add(
                     bench="latency", case=case, model=base.config.model, dtype=base.config.dtype,

@@ -19,7 +19,7 @@ from absl import flags
 
 from carat_jax.bench import command, device_steps
 from carat_jax.bench.measure import Records
-from carat_jax.cache.append import append_attend
+from carat_jax.cache.append import append_attend, borrow_attend
 from carat_jax.engine.api import Engine
 from carat_jax.model import decoder_layer
 
@@ -32,32 +32,53 @@ _STEPS = flags.DEFINE_integer("steps", 20, "Steps queued between two readings.",
 
 
 @contextlib.contextmanager
-def without_local_attention() -> Iterator[None]:
-    """Steps that are traced meanwhile leave the local layers' attention out."""
+def without_local_attention() -> Iterator[list]:
+    """Steps that are traced meanwhile leave the local layers' attention out.
 
-    def skip(cache, new, starts, num_valid, window, options):
+    Yields a list that gets an item for every attention left out.
+    """
+    left_out = []
+
+    def stand_in(queries):
+        left_out.append(queries.shape)
+        return queries.reshape(*queries.shape[:2], -1, queries.shape[-1])
+
+    def append(cache, new, starts, num_valid, window, options):
         if window is None:
             return append_attend(cache, new, starts, num_valid, window, options)
-        queries = new.qkv[..., : new.group, :]
-        return cache, queries.reshape(*queries.shape[:2], -1, queries.shape[-1])
+        return cache, stand_in(new.qkv[..., : new.group, :])
 
-    with mock.patch.object(decoder_layer, "append_attend", skip):
-        yield
+    def borrow(view, q, q_norm, eps, tables, starts, window, options):
+        if window is None:
+            return borrow_attend(view, q, q_norm, eps, tables, starts, window, options)
+        return stand_in(q)
+
+    patches = {"append_attend": append, "borrow_attend": borrow}
+    with mock.patch.multiple(decoder_layer, **patches):
+        yield left_out
 
 
 def verify_steps(base: Engine, rows: list[int], context: int, batch: int) -> dict:
     """The verify pass of each number of rows, by (rows, whether local layers attend)."""
-    sizes = {"max_batch": batch, "max_context": context + device_steps.ROOM}
+    sizes = {"max_batch": batch, "max_context": device_steps.with_room(base, context)}
     engine = base.variant(engine=sizes, decode={"drafter": "none"})
-    compute = engine.loop.options.compute
-    if compute.impl == "xla" or not compute.fuse_rows:
-        raise ValueError("ring_cost: attention.fuse_rows must be on and run as a kernel here")
-    steps = {}
-    for attends in (True, False):
-        loop = device_steps.filled(engine.variant(), context)
-        with contextlib.nullcontext() if attends else without_local_attention():
-            steps |= {(count, attends): device_steps.verify(loop, count) for count in rows}
+    whole, bare = (device_steps.filled(engine.variant(), context) for _ in range(2))
+    steps = {(count, True): device_steps.verify(whole, count) for count in rows}
+    for count in rows:
+        with without_local_attention() as left_out:
+            steps[count, False] = device_steps.verify(bare, count)
+        if len(left_out) != num_local_layers(base):
+            raise ValueError(
+                f"--rows: local layers do not attend to {count} positions in one kernel here; it "
+                "takes rings, attention.fuse_rows, attention kernels and 16 positions at most"
+            )
     return steps
+
+
+def num_local_layers(engine: Engine) -> int:
+    """Layers that look back over a window."""
+    model = engine.model
+    return sum(model.layer(i).is_sliding for i in range(model.num_hidden_layers))
 
 
 def main() -> int:
@@ -67,8 +88,7 @@ def main() -> int:
         output.mkdir(parents=True, exist_ok=True)
     base = command.load_weights(_FLAGS)
     records = Records(output and str(output / "ring_cost.jsonl"), _FLAGS.commit)
-    model, rows = base.model, [int(count) for count in _ROWS.value]
-    layers = sum(model.layer(i).is_sliding for i in range(model.num_hidden_layers))
+    rows, layers = command.whole_numbers("rows", _ROWS.value), num_local_layers(base)
     steps = verify_steps(base, rows, _CONTEXT.value, _BATCH.value)
     device_steps.compile_all(steps)
     median = device_steps.medians(device_steps.alternate(steps, _STEPS.value))

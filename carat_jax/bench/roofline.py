@@ -52,7 +52,7 @@ class Phases:
 
     def __init__(self, base: Engine, batch: int):
         context, chunk = _CONTEXT.value, min(_CHUNK.value, _CONTEXT.value)
-        sizes = {"max_batch": batch, "max_context": context + device_steps.ROOM}
+        sizes = {"max_batch": batch, "max_context": device_steps.with_room(base, context)}
         self.steps: dict[str, device_steps.DeviceStep] = {}
         self.least: dict[str, _Costs] = {}
         plain = base.variant(engine=sizes, decode={"drafter": "none"})
@@ -174,7 +174,7 @@ def main() -> int:
     base = command.load_weights(_FLAGS)
     records = Records(output and str(output / "roofline.jsonl"), _FLAGS.commit, echo=False)
     rates, rows = measure.ceilings(), []
-    for batch in map(int, _BATCHES.value):
+    for batch in command.whole_numbers("batches", _BATCHES.value):
         for phase, record in _measure(base, batch, rates, output):
             fixed = {
                 "bench": "roofline", "model": base.config.model, "dtype": base.config.dtype,

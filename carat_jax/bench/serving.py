@@ -81,7 +81,8 @@ def _loads() -> list[tuple[str, float, int]]:
     """(name of the load, its value, slots) of every run of a row."""
     if _MODE.value == "open":
         return [("rate", float(rate), _SLOTS.value) for rate in _RATES.value]
-    return [("concurrency", int(count), int(count)) for count in _CONCURRENCY.value]
+    counts = command.whole_numbers("concurrency", _CONCURRENCY.value)
+    return [("concurrency", count, count) for count in counts]
 
 
 def serve(

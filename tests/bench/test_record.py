@@ -56,12 +56,26 @@ def test_runs_share_weights_where_their_settings_agree(runs, tmp_path, capsys):
         ("one", f"{tmp_path}/one", both),
         ("two", f"{tmp_path}/two", ["model=tiny"]),
     ]
-    assert len(loads) == 3, "twice the same settings, others, and the first again"
+    assert len(loads) == 3, "the settings that are shared, others, and the first again"
     assert "error: failed: bad" in capsys.readouterr().err
 
 
 def test_an_unknown_run_is_refused_by_name(runs):
     with pytest.raises(ValueError, match="--runs: no run 'ladder'; there are one, bad, two"):
         run("--output=x", "--runs=ladder")
+    with pytest.raises(ValueError, match="--runs: give one or more of one, bad, two"):
+        run("--output=x", "--runs=")
     with pytest.raises(ValueError, match="give --output DIR"):
         run("--runs=one")
+
+
+def test_wrong_settings_are_said_once_and_before_any_run(runs, monkeypatch):
+    told, _ = runs
+
+    def refuse(settings):
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(carat_jax, "load", refuse)
+    with pytest.raises(ValueError, match="no such model"):
+        run("--output=x", "--runs=one,two")
+    assert told == []
