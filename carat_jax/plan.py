@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from absl import flags
 from flax import nnx
 
+from carat_jax.bench.command import whole_numbers
 from carat_jax.config import read_settings
 from carat_jax.decoding.steps import build_steps
 from carat_jax.engine.api import draw, locate
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         if extra:
             raise ValueError(f"{extra[0]!r} is not a flag")
-        batches = _batch_sizes(options.batches)
+        batches = options.batches and whole_numbers("batches", options.batches)
         backend, limit = None, device_limit()
         if options.device_memory_gib is not None:
             backend, limit = "gpu", int(options.device_memory_gib * 2**30)
@@ -161,12 +162,6 @@ def main(arguments: Sequence[str]) -> int:
         found["device"] = jax.devices()[0].device_kind
     print(json.dumps(found) if options.json else table(found))
     return 1 if found["fits"] is False else 0
-
-
-def _batch_sizes(texts: Sequence[str]) -> list[int]:
-    if bad := [text for text in texts if not text.isdecimal() or int(text) < 1]:
-        raise ValueError(f"--batches: {bad[0]!r} is not a whole number above 0")
-    return [int(text) for text in texts]
 
 
 if __name__ == "__main__":

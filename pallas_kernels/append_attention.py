@@ -215,7 +215,7 @@ def _run(
     )
     partials, caches = results[:3], results[3:]
     shape = (slots, num_new, problem.num_heads, head_dim)
-    out = combine(name, problem, partials, shape, v_cache.dtype, interpret=problem.interpret)
+    out = combine(name, problem, partials, shape, v_cache.dtype)
     return (out, *caches) if appends else out
 
 

@@ -67,18 +67,8 @@ def mixture_norm(
       chosen: int32 [*rows, k], ids of the experts; E is none, whose share is not looked at.
       dense_weight, shares_weight: [D], of the norms of the two parts.
       branch_weight: [D], of the norm after their sum.
-      *next_weights: each [D], of a norm before something that reads the result.
       num_experts: E.
-      scale: [1], the layer's scalar; None is 1.
-      eps: added to the mean of the squares.
-      impl: "triton", "xla", "interpret", or None for Triton on a GPU and xla elsewhere.
-
-    Returns:
-      (y, its norms in order), each [*rows, D] in `x`'s dtype.
-
-    Raises:
-      ValueError: the shapes contradict each other.
-      NotImplementedError: a named impl cannot run this shape or dtype.
+      Else as in `residual_norm`, as are the results and what is raised.
     """
     weights = [dense_weight, shares_weight, branch_weight, *next_weights]
     width, top_k = x.shape[-1], chosen.shape[-1]

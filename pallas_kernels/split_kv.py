@@ -389,12 +389,10 @@ def attend(
     if direct:
         return result[0].reshape(q.shape)
     out_dtype = jnp.float32 if partials else dtype
-    return combine(
-        name, problem, result, q.shape, out_dtype, partials=partials, interpret=interpret
-    )
+    return combine(name, problem, result, q.shape, out_dtype, partials=partials)
 
 
-def combine(name, problem, parts, shape, dtype, *, partials=False, interpret):
+def combine(name, problem, parts, shape, dtype, *, partials=False):
     """Merges the partial results of the splits into [B, T, N, H]."""
     num_slots, num_new, num_heads, head_dim = shape
     sets, rows = num_heads // problem.group, num_new * num_heads
@@ -413,7 +411,7 @@ def combine(name, problem, parts, shape, dtype, *, partials=False, interpret):
         ins=ins,
         outs=outs,
         tile=COMBINE,
-        interpret=interpret,
+        interpret=problem.interpret,
     )
     o = o.reshape(shape)
     return (o, *[s.reshape(shape[:3]) for s in stats]) if partials else o

@@ -39,7 +39,7 @@ GLOBAL = {"heads": 32, "kv_heads": 4, "head_dim": 512}  # a 31B global layer, ei
 GLOBAL_12B = {"heads": 16, "kv_heads": 1, "head_dim": 512}
 LOCAL = {"heads": 32, "kv_heads": 16, "head_dim": 256}
 WINDOW, CAPACITY, ROTATED, LAYERS = 1024, 1088, 128, 50
-# The choice, 17 programs a head with a block each, is 272 programs where 264 run at once.
+# The choice is 17 programs a head with a block of 64 each, 272 in all.
 RING_RIVALS = [
     Tile(rows=16, block=32, splits=16, warps=4, stages=3),
     Tile(rows=16, block=32, splits=16, warps=4, stages=4),
