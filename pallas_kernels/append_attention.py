@@ -13,7 +13,6 @@ A key is summed with the rows it came with, not with its cache block, so decode 
 round a row differently; steps that promise equal bits use the separate operations.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -28,11 +27,13 @@ from pallas_kernels.key_sources import Linear, Ring, Span
 from pallas_kernels.split_kv import (
     Problem,
     add_block,
-    combine,
     empty_carry,
+    flat_rows,
     launch,
     named,
-    partial_outputs,
+    result,
+    result_outputs,
+    store_result,
 )
 
 MAX_ROWS = 64  # group x positions: one tile of rows, because one program writes a block
@@ -152,11 +153,11 @@ def _plan(kernel, rows, caches, positions, *, group, window, is_ring, impl, tile
         reason = f"{num_new} positions are more than {tiles.MAX_POSITIONS}"
     shape = {"rows": num_rows, "head_dim": head_dim, "device": tiles.current_device()}
     if is_ring and reason is None:
-        tile = tile or tiles.ring_tile(**shape, capacity=capacity)
-        if capacity != tile.block * tile.splits:
-            reason = f"a ring of {capacity} slots is not {tile.splits} blocks of {tile.block}"
-        elif appends:  # and one program for the new positions
-            tile = dataclasses.replace(tile, splits=tile.splits + 1)
+        tile = tile or tiles.shared_ring_tile(
+            **shape, capacity=capacity, sets=slots * kv_heads, appends=appends
+        )
+        if capacity % tile.block:
+            reason = f"a ring of {capacity} slots is no whole number of blocks of {tile.block}"
     impl = resolve(kernel, impl, q, *caches, reason)
     if impl == "xla":
         return impl, None
@@ -168,7 +169,7 @@ def _plan(kernel, rows, caches, positions, *, group, window, is_ring, impl, tile
         rotated=0,
         window=window,
         sources=(Ring(capacity) if is_ring else Linear(capacity),),
-        tile=tile or tiles.grouped_tile(**shape, kv_heads=kv_heads),
+        tile=tile or tiles.grouped_tile(**shape, kv_heads=kv_heads, slots=slots),
         interpret=impl == "interpret",
     )
 
@@ -199,24 +200,24 @@ def _run(
     ins = [(x, whole(x)) for x in (starts, ends, q_norm, k_norm)]
     ins += [(cos, by_slot(cos)), (sin, by_slot(sin)), (qkv, rows)]
     ins += [(k_cache, cache), (v_cache, cache)]
-    outs = partial_outputs(problem, sets)
+    outs = result_outputs(problem, slots, v_cache.dtype)
+    num_outs = len(outs)
     if appends:
         outs += [(jax.ShapeDtypeStruct(x.shape, x.dtype), cache) for x in (k_cache, v_cache)]
     where = "ring" if isinstance(problem.sources[0], Ring) else "linear"
     name = f"carat_{'append' if appends else 'borrow'}_{where}"
-    results = launch(
+    written = launch(
         named(name, _kernel, problem, eps, appends),
         grid=(problem.parts, tile.splits, sets),
         ins=ins,
         outs=outs,
         tile=tile,
         interpret=problem.interpret,
-        aliases={len(ins) - 2: 3, len(ins) - 1: 4} if appends else {},
+        aliases={len(ins) - 2: num_outs, len(ins) - 1: num_outs + 1} if appends else {},
     )
-    partials, caches = results[:3], results[3:]
     shape = (slots, num_new, problem.num_heads, head_dim)
-    out = combine(name, problem, partials, shape, v_cache.dtype)
-    return (out, *caches) if appends else out
+    out = result(name, problem, written[:num_outs], shape, v_cache.dtype)
+    return (out, *written[num_outs:]) if appends else out
 
 
 class _NewRows:
@@ -283,15 +284,19 @@ def _kernel(
     problem, eps, appends, starts_ref, ends_ref, q_norm_ref, k_norm_ref, cos_ref, sin_ref, *refs
 ):
     """One program: grid (column parts, splits, slots x KV heads)."""
-    rows_ref, k_ref, v_ref, o_ref, top_ref, mass_ref, *cache_outs = refs
+    rows_ref, k_ref, v_ref, *outputs = refs
+    outputs, cache_outs = (outputs[:-2], outputs[-2:]) if appends else (outputs, ())
     tile, window, (source,) = problem.tile, problem.window, problem.sources
     part, split = pl.program_id(0), pl.program_id(1)
-    slot = pl.program_id(2) // (problem.num_heads // problem.group)
+    kv_heads = problem.num_heads // problem.group
+    slot, kv_head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
     start, end = starts_ref[slot], ends_ref[slot]
     oldest = jnp.maximum(0, start - window + 1) if window is not None else 0
     known = start if appends else end
     span = Span(start, known, start, start + problem.num_new - 1, jnp.int32(oldest))
     is_ring = isinstance(source, Ring)
+    # A program for each block and one for the new positions.
+    is_block = is_ring and tile.splits == source.size // tile.block + appends
     dtype, half, column = v_ref.dtype, problem.head_dim // 2, part * problem.columns
     new = _NewRows(problem, eps, (q_norm_ref, k_norm_ref), (cos_ref, sin_ref), rows_ref)
     (q_low, q_high), t = new.queries(dtype)
@@ -311,7 +316,7 @@ def _kernel(
         begin, stop = source.bounds(span)
         exists = (pos >= begin) & (pos < stop)
         rows = pl.ds(row, tile.block)
-        if is_ring:
+        if is_block:
             # Loads that do not wait for the slot's length; its dead slots are dropped after.
             k_low, k_high, v = k_ref[rows, low], k_ref[rows, high], v_ref[rows, columns]
             v = jnp.where(exists[:, None], v, 0.0)
@@ -340,9 +345,9 @@ def _kernel(
         return attend(carry, k_low, k_high, v, pos, exists)
 
     carry, last = empty_carry(problem), tile.splits - 1
-    if is_ring and appends:
+    if is_block and appends:
         carry = lax.cond(split == last, visit_new, lambda carry: visit(split, carry), carry)
-    elif is_ring:
+    elif is_block:
         carry = visit(split, carry)
     else:
         first, stop = source.blocks(span, tile.block)
@@ -354,10 +359,5 @@ def _kernel(
             is_next = lax.rem(jnp.maximum(stop, first), tile.splits) == split
             carry = lax.cond(is_next, visit_new, lambda carry: carry, carry)
         carry = lax.fori_loop(0, count, lambda n, c: visit(mine + n * tile.splits, c), carry)
-    o, top, mass = *carry[:2], carry[2].sum(1)
-    row = jnp.arange(tile.rows)
-    live = (row < problem.num_rows)[:, None]
-    at = (row[:, None], column + jnp.arange(problem.columns)[None, :])
-    plt.store(o_ref.at[at], o, mask=live)
-    top_ref[...] = top
-    mass_ref[...] = mass
+    flat, _, live = flat_rows(problem, 0, kv_head)
+    store_result(problem, outputs, flat, live, column, carry)

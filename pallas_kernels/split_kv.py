@@ -62,7 +62,7 @@ class Problem:
         return pl.cdiv(self.num_rows, self.tile.rows)
 
 
-def _flat_rows(problem, tile_index, kv_head):
+def flat_rows(problem, tile_index, kv_head):
     """Of a tile's rows: index into [T * N], new position, and whether the row is no padding."""
     row = tile_index * problem.tile.rows + jnp.arange(problem.tile.rows)
     new, head = row // problem.group, row % problem.group
@@ -136,6 +136,22 @@ def add_block(problem, carry, scores, v):
     return o, new_top, mass * decay[:, None] + share
 
 
+def store_result(problem, outputs, flat, live, column, carry):
+    """Writes what a program has summed: its rows of the output, or what `combine` merges."""
+    o, top, mass = *carry[:2], carry[2].sum(1)
+    columns = column + jnp.arange(problem.columns)[None, :]
+    if len(outputs) == 1:
+        o *= (1.0 / jnp.where(mass > 0, mass, 1.0))[:, None]
+        at = flat[:, None], columns
+        plt.store(outputs[0].at[at], o.astype(outputs[0].dtype), mask=live[:, None])
+    else:
+        o_ref, top_ref, mass_ref = outputs
+        rows = jnp.arange(problem.tile.rows)[:, None]
+        plt.store(o_ref.at[rows, columns], o, mask=live[:, None])
+        top_ref[...] = top
+        mass_ref[...] = mass
+
+
 def _whole_blocks(problem, source, span, first, stop):
     """First and one-past-last of the blocks whose keys all exist, each seen by the whole tile."""
     low, high = source.bounds(span)
@@ -204,7 +220,7 @@ def _visit(problem, source, refs, queries, q_pos, span, column, carry):
     return lax.fori_loop(end, stop, visit, carry)
 
 
-def _attend_kernel(problem, direct, starts_ref, ends_ref, norm_ref, q_ref, *refs):
+def _attend_kernel(problem, starts_ref, ends_ref, norm_ref, q_ref, *refs):
     """One program: grid (row tiles x column parts, splits, slots x sets of rows)."""
     kv_heads = problem.num_heads // problem.group
     caches, outputs = refs[: 2 * len(problem.sources)], refs[2 * len(problem.sources) :]
@@ -212,7 +228,7 @@ def _attend_kernel(problem, direct, starts_ref, ends_ref, norm_ref, q_ref, *refs
     tile_index = problem.num_tiles - 1 - pl.program_id(0) // problem.parts
     column = pl.program_id(0) % problem.parts * problem.columns
     slot, kv_head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
-    flat, new, live = _flat_rows(problem, tile_index, kv_head)
+    flat, new, live = flat_rows(problem, tile_index, kv_head)
     start, end = starts_ref[slot], ends_ref[slot]
     rows = problem.tile.rows
     first = start + tile_index * rows // problem.group
@@ -224,17 +240,7 @@ def _attend_kernel(problem, direct, starts_ref, ends_ref, norm_ref, q_ref, *refs
     for i, source in enumerate(problem.sources):
         pair = caches[2 * i : 2 * i + 2]
         carry = _visit(problem, source, pair, queries, start + new, span, column, carry)
-    o, top, mass = *carry[:2], carry[2].sum(1)
-    columns = column + jnp.arange(problem.columns)[None, :]
-    if direct:
-        (out_ref,) = outputs
-        o = o / jnp.where(mass > 0, mass, 1.0)[:, None]
-        plt.store(out_ref.at[flat[:, None], columns], o.astype(out_ref.dtype), mask=live[:, None])
-    else:
-        o_ref, top_ref, mass_ref = outputs
-        plt.store(o_ref.at[jnp.arange(rows)[:, None], columns], o, mask=live[:, None])
-        top_ref[...] = top
-        mass_ref[...] = mass
+    store_result(problem, outputs, flat, live, column, carry)
 
 
 def _combine_kernel(problem, o_ref, top_ref, mass_ref, out_ref, *stat_refs):
@@ -287,14 +293,21 @@ def launch(kernel, *, grid, ins, outs, tile, interpret, aliases=None):
     )(*[array for array, _ in ins])
 
 
-def partial_outputs(problem, num_sets):
-    """(shape, block spec) of every split's o, top and mass; grids as in `_attend_kernel`."""
-    tile = problem.tile
+def result_outputs(problem, num_slots, dtype, *, partials=False):
+    """(shape, block spec) of what programs write, for `result`; grids as in `_attend_kernel`.
+
+    The output itself where one program sees all keys of its rows, else each split's o, top, mass.
+    """
+    tile, sets = problem.tile, problem.num_heads // problem.group
+    if tile.splits == 1 and not partials:
+        rows = (problem.num_new * problem.num_heads, problem.head_dim)
+        by_slot = pl.BlockSpec((None, *rows), lambda i, j, h: (h // sets, 0, 0))
+        return [(jax.ShapeDtypeStruct((num_slots, *rows), dtype), by_slot)]
 
     def rows_of(i):
         return problem.num_tiles - 1 - i // problem.parts
 
-    stats = (num_sets, tile.splits, problem.num_tiles * tile.rows)
+    stats = (num_slots * sets, tile.splits, problem.num_tiles * tile.rows)
     stat = pl.BlockSpec((None, None, tile.rows), lambda i, j, h: (h, j, rows_of(i)))
     part = (None, None, tile.rows, problem.head_dim)
     part = pl.BlockSpec(part, lambda i, j, h: (h, j, rows_of(i), 0))
@@ -373,26 +386,27 @@ def attend(
     ins += [(q.reshape(flat), by_slot)]
     for source, pair in zip(sources, caches, strict=True):
         ins += [(array, cache_spec(source, array)) for array in pair]
-    direct = tile.splits == 1 and not partials
-    if direct:
-        outs = [(jax.ShapeDtypeStruct(flat, dtype), by_slot)]
-    else:
-        outs = partial_outputs(problem, num_slots * sets)
-    result = launch(
-        named(name, _attend_kernel, problem, direct),
+    outs = result_outputs(problem, num_slots, dtype, partials=partials)
+    written = launch(
+        named(name, _attend_kernel, problem),
         grid=(problem.num_tiles * problem.parts, tile.splits, num_slots * sets),
         ins=ins,
         outs=outs,
         tile=tile,
         interpret=interpret,
     )
-    if direct:
-        return result[0].reshape(q.shape)
     out_dtype = jnp.float32 if partials else dtype
-    return combine(name, problem, result, q.shape, out_dtype, partials=partials)
+    return result(name, problem, written, q.shape, out_dtype, partials=partials)
 
 
-def combine(name, problem, parts, shape, dtype, *, partials=False):
+def result(name, problem, written, shape, dtype, *, partials=False):
+    """[B, T, N, H] of what programs wrote, or with `partials` (o, top, mass)."""
+    if len(written) == 1:
+        return written[0].reshape(shape)
+    return _combine(name, problem, written, shape, dtype, partials=partials)
+
+
+def _combine(name, problem, parts, shape, dtype, *, partials):
     """Merges the partial results of the splits into [B, T, N, H]."""
     num_slots, num_new, num_heads, head_dim = shape
     sets, rows = num_heads // problem.group, num_new * num_heads

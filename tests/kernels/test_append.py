@@ -46,11 +46,14 @@ def tile(splits, block=16, rows=16, **more):
     return Tile(rows=rows, block=block, splits=splits, warps=4, stages=2, **more)
 
 
-RING = {"window": 20, "is_ring": True, "size": 48, "tile": tile(3)}
+# Three blocks and the new positions: a program for each.
+RING = {"window": 20, "is_ring": True, "size": 48, "tile": tile(4)}
 SMALL = (
     Case("ring_at_the_seam", (0, 5, 31, 46, 95, 1000), (3,) * 6, 3, 2, 2, 32, **RING),
     Case("ring_pad_rows", (0, 5, 47, 40), (1, 0, 2, 3), 3, 2, 2, 32, **RING),
     Case("ring_one_row", (0, 1, 31, 48, 49, 960), (1,) * 6, 1, 4, 2, 32, k_eq_v=True, **RING),
+    *(Case(f"ring_in_{n}", (0, 5, 31, 46, 95, 1000), (3, 2, 3, 3, 0, 3), 3, 2, 2, 32,
+           **RING | {"tile": tile(n)}) for n in (1, 2, 3)),
     Case("linear", (0, 14, 15, 16, 31, 44), (3, 2, 3, 3, 0, 3), 3, 2, 2, 32, 48, tile=tile(2)),
     Case("linear_one_split", (0, 14, 31), (4, 4, 4), 4, 2, 3, 32, 48, k_eq_v=True, tile=tile(1)),
     Case("linear_past_the_end", (45, 48), (4, 4), 4, 2, 2, 32, 48, tile=tile(3)),
@@ -61,6 +64,9 @@ LOCAL = {"window": 1024, "is_ring": True}
 FULL = (
     *(Case(f"31b_local_{t}", (0, 1020, 9000), (t,) * 3, t, 16, 2, 256, 1088, **LOCAL)
       for t in (1, 4, 8, 16)),
+    Case("31b_local_one_slot", (9000,), (4,), 4, 16, 2, 256, 1088, **LOCAL),
+    Case("31b_local_ten_slots", (9000, 3) * 5, (4,) * 10, 4, 16, 2, 256, 1088, **LOCAL),
+    Case("31b_global_ten_slots", (6001, 3) * 5, (4,) * 10, 4, 4, 8, 512, 6100, k_eq_v=True),
     *(Case(f"31b_global_{t}", (0, 29, 6001), (t,) * 3, t, 4, 8, 512, 6100, k_eq_v=True)
       for t in (1, 3, 4, 8)),
     Case("12b_global", (2050,), (4,), 4, 1, 16, 512, 4096, k_eq_v=True),
@@ -242,6 +248,9 @@ def test_triton_matches_float64(case):
     check_borrowed(case, "triton", jnp.bfloat16, 6e-3)
 
 
+GLOBAL = next(case for case in FULL if case.name == "31b_global_1")
+
+
 def test_refusals_name_the_shape_and_the_limit():
     def refused(error, match, case, impl="triton"):
         with pytest.raises(error, match=match):
@@ -249,10 +258,10 @@ def test_refusals_name_the_shape_and_the_limit():
 
     many = dataclasses.replace(FULL[0], num_new=17, size=1152)
     refused(NotImplementedError, "17 positions are more than 16", many)
-    refused(NotImplementedError, "72 rows .* more than 64", dataclasses.replace(FULL[4], num_new=9))
+    refused(NotImplementedError, "72 rows .* more than 64", dataclasses.replace(GLOBAL, num_new=9))
     short = dataclasses.replace(FULL[3], size=1024)
     refused(ValueError, "16 positions need a ring of 1039 slots", short)
-    parts = dataclasses.replace(FULL[4], group=8, k_eq_v=True)
+    parts = dataclasses.replace(GLOBAL, group=8, k_eq_v=True)
     qkv, *rest = shapes(parts)
     wrong = jax.ShapeDtypeStruct((*qkv.shape[:3], 12, 512), qkv.dtype)
     with pytest.raises(ValueError, match="8 queries has 9 or 10 parts, not 12"):

@@ -117,3 +117,37 @@ def test_the_pipeline_is_as_deep_as_the_device_allows():
     ampere = tiles.grouped_tile(**shape, device="NVIDIA A100-SXM4-80GB")
     assert (hopper.stages, hopper.splits) == (3, 33)
     assert (ampere.stages, ampere.splits) == (3, 27)
+
+
+@pytest.mark.parametrize(
+    ("slots", "kv_heads", "appends", "splits", "stages"),
+    [
+        # 31B, 17 blocks and the new rows: 288 programs of one would not all run at once.
+        (1, 16, True, 6, 3),
+        (2, 16, True, 4, 3),
+        (4, 16, True, 2, 3),
+        (8, 16, True, 1, 3),
+        (64, 16, True, 1, 3),
+        (1, 8, True, 18, 1),  # 26B
+        (1, 8, False, 17, 1),
+        (2, 8, True, 6, 3),
+    ],
+)
+def test_programs_of_a_ring_all_run_at_once(slots, kv_heads, appends, splits, stages):
+    tile = tiles.shared_ring_tile(
+        sets=slots * kv_heads, appends=appends, rows=8, head_dim=256, capacity=1088,
+        device="NVIDIA H200",
+    )  # fmt: skip
+    assert (tile.splits, tile.stages) == (splits, stages)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+@pytest.mark.parametrize("sets", [1, 16, 64, 256])
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+def test_shared_tiles_fit_the_device(device, sets, rows):
+    ring = {"rows": rows, "head_dim": 256, "capacity": 1088, "device": device}
+    grouped = {"rows": rows, "head_dim": 512, "kv_heads": 4, "device": device}
+    chosen = tiles.shared_ring_tile(sets=sets, appends=True, **ring)
+    assert chosen.shared_memory(256) <= tiles.limits(device)[0]
+    chosen = tiles.grouped_tile(slots=max(1, sets // 4), **grouped)
+    assert chosen.shared_memory(512) <= tiles.limits(device)[0]
