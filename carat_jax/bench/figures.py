@@ -82,10 +82,12 @@ def _draw_ladder(rows: list[Row]) -> Draw:
         axis.bar_label(bars, [f" {t:.1f} ms   {first / t:.2f} x" for t in times])
         axis.set_yticks(range(len(rows)), [serving_report.WHAT[row["row"]] for row in rows])
         axis.invert_yaxis()
-        axis.set_xlim(0, 1.25 * max(times))
+        axis.set_xlim(0, 1.35 * max(times))
         axis.set_xlabel("ms an output token, median of the requests")
         axis.grid(axis="y", visible=False)
-        axis.set_title("Each idea on top of the last, one request at a time")
+        count = rows[0]["concurrency"]
+        together = "one request" if count == 1 else f"{count} requests"
+        axis.set_title(f"Each idea on top of the last, {together} at a time")
 
     return draw
 

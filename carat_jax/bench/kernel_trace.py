@@ -88,8 +88,8 @@ def read_program(hlo_text: str) -> Program:
                 callers.add(name)
             if scope and opcode != "constant":
                 scopes[name] = inside[computation] = scope[1]
-                if opcode == "dot":
-                    products[computation] = scope[1]
+            if opcode == "dot":
+                products[computation] = name
             if target := _CALLED.search(rest):
                 called[name] = target[1]
             operands[name] = re.findall(r"%([\w.\-]+)", arguments)
@@ -98,8 +98,11 @@ def read_program(hlo_text: str) -> Program:
     for name, read in operands.items():
         if len(read) == 1 and read[0] in weights:
             weights[name] = weights[read[0]]  # a weight in another type or layout
-    # A product with something fused behind it is that product.
-    scopes |= {name: products[inner] for name, inner in called.items() if inner in products}
+    # A product with something fused behind it is that product; its own scope may be left only on
+    # what it reads, such as a weight that is widened.
+    for name, dot in ((name, products.get(inner)) for name, inner in called.items()):
+        if dot and (scope := scopes.get(dot) or _nearest(dot, scopes, operands)):
+            scopes[name] = scope
     rules = (
         lambda name: next((weights[read] for read in operands[name] if read in weights), ""),
         lambda name: inside.get(called.get(name), ""),
@@ -221,3 +224,23 @@ def grouped(
         entry[1] += kernel.us
     ordered = sorted(total.items(), key=lambda item: -item[1][1])
     return {key: (count, us) for key, (count, us) in ordered}
+
+
+def over_layers(kernels: Iterable[Kernel], model: ModelConfig) -> list[Kernel]:
+    """The same kernels with those of all layers of a kind added up, the longest first.
+
+    `layer_7` of a scope becomes `local` or `global`, and the numbers at the end of a name, which
+    tell the instructions of one program apart, are dropped.
+    """
+
+    def kind(layer: re.Match) -> str:
+        return "local" if model.layer(int(layer[1])).is_sliding else "global"
+
+    total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for kernel in kernels:
+        scope = re.sub(r"\blayer_(\d+)", kind, kernel.scope)
+        entry = total[re.sub(r"([_.]\d+)+$", "", kernel.name), scope]
+        entry[0] += kernel.count
+        entry[1] += kernel.us
+    merged = [Kernel(name, "", scope, *entry) for (name, scope), entry in total.items()]
+    return sorted(merged, key=lambda kernel: -kernel.us)

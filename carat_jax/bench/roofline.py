@@ -121,8 +121,7 @@ def kernel_list(phase: str, kernels: list[Kernel]) -> str:
     """The kernels of a step as text, the longest first."""
     lines = [f"{phase}: kernels of a step", "  us/step   count  mean us  kernel | scope"]
     for k in kernels:
-        name = k.name if k.op.replace(".", "_") == k.name else f"{k.name} ({k.op})"
-        lines.append(f"{k.us:9.1f} {k.count:7.1f} {k.us / k.count:8.2f}  {name[:90]} | {k.scope}")
+        lines.append(f"{k.us:9.1f} {k.count:7.1f} {k.us / k.count:8.2f}  {k.name[:90]} | {k.scope}")
     return "\n".join(lines) + "\n"
 
 
@@ -136,10 +135,11 @@ def _measure(base: Engine, batch: int, rates: tuple[float, float], output: Path 
     for phase, step in profiled.items():
         text = step.compiled.as_text()
         kernels = kernel_trace.record(lambda step=step: step.queue(_PROFILED), _PROFILED, text)
+        listed = kernel_trace.over_layers(kernels, base.model)
         if output:
             listing = output / f"kernels-{phase}-batch{batch}.txt"
-            listing.write_text(kernel_list(phase, kernels), encoding="utf-8")
-        print(kernel_list(phase, kernels[: _TOP.value]))
+            listing.write_text(kernel_list(phase, listed), encoding="utf-8")
+        print(kernel_list(phase, listed[: _TOP.value]))
         groups, least = kernel_trace.grouped(kernels, base.model), phases.least[phase]
         parts = part_rows(groups, least, rates)
         for row in parts:

@@ -90,6 +90,7 @@ def draw(rows: Sequence[Mapping[str, Any]]):
                     color=[colours[row["row"]] for row in rows],
                 )
                 axis.bar_label(bars, fmt="%.1f", padding=2)
+                axis.margins(y=0.12)
                 axis.grid(axis="x", visible=False)
                 axis.set_xlabel(f"{loads[0]:g} {unit_of_load}")
                 continue

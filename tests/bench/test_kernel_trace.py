@@ -27,6 +27,15 @@ HloModule jit_step, is_scheduled=true
   ROOT %t.1 = bf16[4]{0} tanh(%dot.3), metadata={op_name="jit(step)/layer_0/norm/tanh"}
 }
 
+%fused_head (p.2: bf16[4], q.2: bf16[8,4], r.2: f32[8]) -> f32[8] {
+  %p.2 = bf16[4]{0} parameter(0)
+  %q.2 = bf16[8,4]{1,0} parameter(1)
+  %r.2 = f32[8]{0} parameter(2)
+  %wide.2 = f32[8,4]{1,0} convert(%q.2), metadata={op_name="jit(step)/head/dot_general"}
+  %dot.6 = f32[8]{0} dot(%wide.2, %p.2), metadata={scheduling_name="dot.6"}
+  ROOT %t.2 = f32[8]{0} add(%dot.6, %r.2), metadata={op_name="jit(step)/accept/add"}
+}
+
 ENTRY %main (w: bf16[4,4], x: bf16[4]) -> bf16[4] {
   %w = bf16[4,4]{1,0} parameter(0), metadata={op_name="params['target']['layers'][1]['mlp']['down_proj']"}
   %d = bf16[4,4]{1,0} parameter(1), metadata={op_name="params['draft']['layers'][0]['self_attn']['o_proj']"}
@@ -41,13 +50,14 @@ ENTRY %main (w: bf16[4,4], x: bf16[4]) -> bf16[4] {
   %fusion.1 = bf16[4]{0} fusion(%dot.1), kind=kLoop, calls=%fused_inner
   %copy.1 = bf16[4]{0} copy(%fusion.1)
   %gemm.1 = bf16[4]{0} fusion(%copy.1, %x), calls=%fused_gemm, metadata={op_name="jit(step)/layer_0/norm/tanh"}
+  %gemm.2 = f32[8]{0} fusion(%copy.1, %v, %x), calls=%fused_head, metadata={op_name="jit(step)/accept/add"}
   %loop.1 = bf16[4]{0} while(%copy.1), condition=%c, body=%b
   ROOT %add.1 = bf16[4]{0} add(%copy.1, %x), metadata={op_name="jit(step)/layer_0/attend/add" source_line=3}
 }
 """  # noqa: E501
 
 
-INNER = {"m", "dot.3", "t.1"}
+INNER = {"m", "dot.3", "t.1", "wide.2", "t.2", "dot.6"}
 
 
 def test_every_instruction_has_the_scope_of_its_source_or_of_what_is_next_to_it():
@@ -62,6 +72,7 @@ def test_every_instruction_has_the_scope_of_its_source_or_of_what_is_next_to_it(
         "fusion.1": "jit(step)/layer_1/norm/mul",
         "copy.1": "jit(step)/layer_0/o/dot_general",
         "gemm.1": "jit(step)/layer_0/o/dot_general",
+        "gemm.2": "jit(step)/head/dot_general",
         "loop.1": "jit(step)/layer_0/o/dot_general",
         "add.1": "jit(step)/layer_0/attend/add",
     }
@@ -114,6 +125,20 @@ def test_groups_add_up_to_the_kernels():
         ("head", "rest"): (1.0, 9.0),
         ("local", "norm"): (3.0, 7.0),
     }
+
+
+def test_kernels_of_all_layers_of_a_kind_are_added_up():
+    kernels = [
+        Kernel("gemm_fusion_dot_2", "gemm_fusion_dot.2", "jit(f)/layer_0/o", 1.0, 3.0),
+        Kernel("gemm_fusion_dot_31", "gemm_fusion_dot.31", "jit(f)/layer_6/o", 1.0, 4.0),
+        Kernel("gemm_fusion_dot_2", "gemm_fusion_dot.4", "jit(f)/layer_5/o", 1.0, 5.0),
+        Kernel("carat_append_ring", "custom-call.7", "jit(f)/draft/assistant_0/o", 2.0, 9.0),
+    ]
+    assert kernel_trace.over_layers(kernels, MODEL) == [
+        Kernel("carat_append_ring", "", "jit(f)/draft/assistant_0/o", 2.0, 9.0),
+        Kernel("gemm_fusion_dot", "", "jit(f)/local/o", 2.0, 7.0),
+        Kernel("gemm_fusion_dot", "", "jit(f)/global/o", 1.0, 5.0),
+    ]
 
 
 def test_gpu_events_are_those_of_the_streams_of_the_first_device():
