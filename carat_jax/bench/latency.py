@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 
@@ -126,7 +125,8 @@ def stream_row(
     before = engine.stats()
     replay = Replay(engine, trace, prompts)
     served = replay.closed(slots)
-    counted = progress_of(engine.stats(), before)
+    after = engine.stats()
+    counted = progress_of(after, before)
     told = {key: value for key, value in summary(served).items() if key in ("requests", "lost")}
     prefill_s = max(s.token_times[0] for s in served)
     prefill = cost.total(cost.pass_costs(engine, 0, context, 1, logit_rows=1)) * slots
@@ -138,8 +138,8 @@ def stream_row(
         **steady(served, replay.steps, queued_ms),
         **counted,
         "compile_s": compile_s,
-        "cache_gb": engine.stats()["cache_bytes"] / 1e9,
-        "memory_gb": _peak_bytes() / 1e9,
+        "cache_gb": after["cache_bytes"] / 1e9,
+        "weight_gb": after["weight_bytes"] / 1e9,
     }
 
 
@@ -167,10 +167,6 @@ def steady(served: list[Served], steps: list[EngineStep], queued_ms: float) -> d
         "python_ms": python_s * 1e3,
         "python_of_step": python_s / step_s,
     }
-
-
-def _peak_bytes() -> int:
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def _measure(base: Engine, context: int, batch: int, limits: Limits) -> Mapping[str, dict]:

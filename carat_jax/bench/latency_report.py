@@ -16,7 +16,7 @@ from carat_jax.bench.measure import origin
 _QUEUED = ("context", "batch", "step", "ms", "least GB", "GB/s", "of limit")
 _ENGINE = (
     "context", "batch", "streams", "prefill s", "tokens/s", "ms a token", "ms a step", "p50", "p90",
-    "p99", "over queued", "Python ms", "of step", "tokens a round", "memory GB",
+    "p99", "over queued", "Python ms", "of step", "tokens a round", "cache GB",
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{row['python_ms']:.2f}",
             f"{row['python_of_step']:.0%}",
             f"{row['tokens_per_round']:.2f}",
-            f"{row['memory_gb']:.1f}",
+            f"{row['cache_gb']:.2f}",
         )
         for row in rows
         if row["case"].startswith("engine_")
