@@ -23,15 +23,29 @@ def new_flags(output: str) -> flags.FlagValues:
     return known
 
 
+# What an engine cannot change about the weights it was loaded with.
+_OF_WEIGHTS = ("model", "dtype")
+
+
 def load_weights(known: flags.FlagValues) -> carat_jax.Engine:
-    """The engine of --config and --set, to make variants of: its own caches are kept small."""
-    return _load(known.config, tuple(known.set))
+    """The engine of --config and --set, to make variants of: its own caches are kept small.
+
+    Weights are loaded once for all calls that agree on them, whatever else is set.
+    """
+    fixed, others = [], []
+    for text in known.set:
+        (fixed if text.partition("=")[0] in _OF_WEIGHTS else others).append(text)
+    base = _load(known.config, tuple(fixed))
+    given = read_settings(None, [*others, *_SMALL]).given
+    return base.variant(**{name: value for name, (value, _) in given.items()})
+
+
+_SMALL = ("engine.max_batch=1", "engine.max_context=256")
 
 
 @functools.lru_cache(maxsize=1)
 def _load(config: str | None, settings: tuple[str, ...]) -> carat_jax.Engine:
-    small = ["engine.max_batch=1", "engine.max_context=256"]
-    return carat_jax.load(read_settings(config, [*settings, *small]))
+    return carat_jax.load(read_settings(config, [*settings, *_SMALL]))
 
 
 def whole_numbers(flag: str, texts: Sequence[str]) -> list[int]:

@@ -71,6 +71,18 @@ class DeviceStep:
         return (time.perf_counter() - start) / count
 
 
+class SeveralSteps(DeviceStep):
+    """A round that is several executables one after the other, as with `decode.uniform_rows`."""
+
+    def __init__(self, loop: EngineLoop, call: Callable[[], Any], largest: Any):
+        super().__init__(loop, largest, lambda _: call())
+
+    def compile(self) -> None:
+        """Compiles all of them by a first round."""
+        super().compile()  # of the largest, for what it takes
+        jax.block_until_ready(self._call(None))
+
+
 def with_room(base: Engine, context: int, room: int = ROOM) -> int:
     """Positions of slots that hold `context` and get up to `room` more.
 
@@ -110,6 +122,13 @@ def forget(loop: EngineLoop) -> None:
 
 def whole_round(loop: EngineLoop) -> DeviceStep:
     """A round of the engine: draft, verify, accept; plain decoding without a drafter."""
+    if rows := loop.options.uniform_rows:
+
+        def several() -> Any:
+            loop._state, drawn = loop._steps.round(loop._params, loop._state, _GREEDY)
+            return drawn
+
+        return SeveralSteps(loop, several, verify(loop, rows)._lowered)
     lowered = loop._steps.round.lower(loop._params, loop._state, _GREEDY, None)
 
     def call(compiled: Any) -> Any:

@@ -209,7 +209,8 @@ def main() -> int:
             for case, record in _measure(base, context, batch, limits).items():
                 records.add(
                     bench="latency", case=case, model=base.config.model, dtype=base.config.dtype,
-                    global_layers=base.config.cache.global_layers, context=context, batch=batch,
+                    global_layers=base.config.cache.global_layers,
+                    uniform_rows=base.config.decode.uniform_rows, context=context, batch=batch,
                     drafter=_DRAFTER.value if "round" in case else "none", **record,
                 )  # fmt: skip
                 is_wrong |= bool(record.get("lost") or record.get("compilations"))

@@ -21,13 +21,22 @@ _ENGINE = (
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The last record of each case of each context and batch, in the order they were measured."""
+    """The last record of each case of each context, batch and switch, as they were measured."""
     lines = path.read_text(encoding="utf-8").splitlines()
     latest = {}
     for row in map(json.loads, lines):
         if row.get("bench") == "latency":
-            latest[row["context"], row["batch"], row["case"]] = row
+            latest[row["context"], row["batch"], row["case"], name_of(row)] = row
     return list(latest.values())
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """The case, and the switches that are not as usual."""
+    name = row["case"].removeprefix("engine_") if "tpot_ms" in row else row["case"]
+    switches = ["v_rot"] if row["global_layers"] == "v_rot" else []
+    if rows := row.get("uniform_rows"):
+        switches.append(f"{rows} uniform rows")
+    return ", ".join([name, *switches])
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -36,7 +45,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
         (
             str(row["context"]),
             str(row["batch"]),
-            row["case"],
+            name_of(row),
             f"{row['ms']:.2f}",
             f"{row['least_gb']:.2f}",
             f"{row['gb_per_s']:.0f}",
@@ -49,7 +58,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
         (
             str(row["context"]),
             str(row["batch"]),
-            row["case"].removeprefix("engine_"),
+            name_of(row),
             f"{row['prefill_s']:.3f}",
             f"{row['prefill_tokens_per_s']:.0f}",
             f"{row['tpot_ms']:.2f}",
@@ -84,7 +93,7 @@ def draw(rows: Sequence[Mapping[str, Any]]):
         for place, row in zip(places, shown, strict=True):
             words = f" {row['ms']:.2f} ms, {row['of_limit']:.0%}"
             axis.text(row["ms"], place, words, va="center", fontsize=9)
-        names = [f"{row['case']}, batch {row['batch']}, {row['context']:,} keys" for row in shown]
+        names = [f"{name_of(row)}, batch {row['batch']}, {row['context']:,} keys" for row in shown]
         axis.set_yticks(places, names)
         axis.invert_yaxis()
         axis.set_xlim(right=1.25 * max(row["ms"] for row in shown))

@@ -23,11 +23,16 @@ from carat_jax.bench import command, latency, ring_cost, roofline, serving
 # The benchmark of each run and what it is told; the profile last, because it keeps nothing cached.
 RUNS = {
     "latency": (latency, ("--batches=1,8",)),
+    "uniform": (latency, ("--set=decode.uniform_rows=4",)),
     "long": (latency, ("--context=131072", "--drafter=none")),
+    "long_v_rot": (
+        latency, ("--context=131072", "--drafter=none", "--set=cache.global_layers=v_rot")
+    ),
     "ring_cost": (ring_cost, ()),
     "serving": (serving, ("--concurrency=4",)),
+    "loads": (serving, ("--concurrency=1,2,8", "--requests=24")),
     "roofline": (roofline, ("--batches=1,8",)),
-}
+}  # fmt: skip
 
 _FLAGS = command.new_flags("Folder of the runs' folders.")
 _RUNS = flags.DEFINE_list("runs", list(RUNS), "What to run, in this order.", flag_values=_FLAGS)

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import carat_jax
 from carat_jax.assistant_families import ASSISTANTS
-from carat_jax.bench import cost, latency, latency_report
+from carat_jax.bench import cost, device_steps, latency, latency_report
 from carat_jax.bench.cost import Cost
 from carat_jax.bench.replay import EngineStep, Served
 from carat_jax.bench.workload import TraceRequest
@@ -140,6 +142,31 @@ def test_the_steady_part_is_where_all_streams_run():
     apart = [served([1.0, 2.0]), served([3.0, 4.0])]
     with pytest.raises(ValueError, match="--tokens: a stream ends before the last one begins"):
         latency.steady(apart, steps, queued_ms=800.0)
+
+
+def test_rows_of_other_switches_stand_beside_each_other(tmp_path):
+    fixed = {"bench": "latency", "case": "decode", "context": 6000, "batch": 1, "ms": 1.0}
+    rows = [
+        fixed | {"global_layers": "kv", "uniform_rows": 0},
+        fixed | {"global_layers": "kv", "uniform_rows": 4},
+        fixed | {"global_layers": "v_rot"},
+        fixed | {"global_layers": "kv", "ms": 2.0},
+    ]
+    path = tmp_path / "latency.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = {latency_report.name_of(row): row["ms"] for row in latency_report.read_rows(path)}
+    assert found == {"decode": 2.0, "decode, 4 uniform rows": 1.0, "decode, v_rot": 1.0}
+
+
+def test_a_round_of_uniform_rows_is_called_whole():
+    sizes = {"max_batch": 2, "max_context": 128}
+    engine = carat_jax.load("tiny", engine=sizes, decode={"uniform_rows": 2})
+    step = device_steps.whole_round(device_steps.filled(engine, 20))
+    step.compile()
+    before = np.asarray(step.loop._state.bank.lengths)
+    step.queue(3)
+    np.testing.assert_array_equal(step.loop._state.bank.lengths, before + 3)
+    assert step.temp_bytes > 0
 
 
 def test_the_program_runs_on_tiny(tmp_path):

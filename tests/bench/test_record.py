@@ -24,13 +24,14 @@ def benchmark(name, told, fails=False):
 @pytest.fixture
 def runs(monkeypatch):
     told, loads = [], []
-    monkeypatch.setattr(carat_jax, "load", lambda settings: loads.append(settings) or "engine")
+    engine = types.SimpleNamespace(variant=lambda **given: given)
+    monkeypatch.setattr(carat_jax, "load", lambda settings: loads.append(settings) or engine)
     command._load.cache_clear()
     monkeypatch.setattr(
         record,
         "RUNS",
         {
-            "one": (benchmark("one", told), ("--set=engine.max_batch=2",)),
+            "one": (benchmark("one", told), ("--set=cache.global_layers=v_rot",)),
             "bad": (benchmark("bad", told, fails=True), ()),
             "two": (benchmark("two", told), ()),
         },
@@ -45,19 +46,29 @@ def run(*arguments):
     return record.main()
 
 
-def test_runs_share_weights_where_their_settings_agree(runs, tmp_path, capsys):
+def test_runs_share_weights_whatever_else_they_set(runs, tmp_path, capsys):
     told, loads = runs
     given = ["--set=model=tiny", f"--output={tmp_path}", "--runs=bad,two,one,two"]
     assert run(*given) == 1
-    both = ["model=tiny", "engine.max_batch=2"]
+    both = ["model=tiny", "cache.global_layers=v_rot"]
     assert [t[:3] for t in told] == [
         ("bad", f"{tmp_path}/bad", ["model=tiny"]),
         ("two", f"{tmp_path}/two", ["model=tiny"]),
         ("one", f"{tmp_path}/one", both),
         ("two", f"{tmp_path}/two", ["model=tiny"]),
     ]
-    assert len(loads) == 3, "the settings that are shared, others, and the first again"
+    small = {"engine.max_batch": 1, "engine.max_context": 256}
+    switched = {"cache.global_layers": "v_rot", **small}
+    assert [t[3] for t in told] == [small, small, switched, small]
+    assert len(loads) == 1, "weights are read once"
     assert "error: failed: bad" in capsys.readouterr().err
+
+
+def test_other_weights_are_loaded_anew(runs, tmp_path):
+    _, loads = runs
+    for model in ("tiny", "random:31b/6"):
+        assert run(f"--set=model={model}", f"--output={tmp_path}", "--runs=two") == 0
+    assert [settings.build().model for settings in loads] == ["tiny", "random:31b/6"]
 
 
 def test_an_unknown_run_is_refused_by_name(runs):
