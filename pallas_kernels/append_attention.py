@@ -169,7 +169,7 @@ def _plan(kernel, rows, caches, positions, *, group, window, is_ring, impl, tile
         rotated=0,
         window=window,
         sources=(Ring(capacity) if is_ring else Linear(capacity),),
-        tile=tile or tiles.grouped_tile(**shape, kv_heads=kv_heads, slots=slots),
+        tile=tile or tiles.grouped_tile(**shape, kv_heads=kv_heads, slots=slots, size=capacity),
         interpret=impl == "interpret",
     )
 
@@ -292,7 +292,8 @@ def _kernel(
     slot, kv_head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
     start, end = starts_ref[slot], ends_ref[slot]
     oldest = jnp.maximum(0, start - window + 1) if window is not None else 0
-    known = start if appends else end
+    # A slot without new rows does not run: none of its keys are read.
+    known = jnp.where(end > start, start, 0) if appends else end
     span = Span(start, known, start, start + problem.num_new - 1, jnp.int32(oldest))
     is_ring = isinstance(source, Ring)
     # A program for each block and one for the new positions.
@@ -351,6 +352,7 @@ def _kernel(
         carry = visit(split, carry)
     else:
         first, stop = source.blocks(span, tile.block)
+        stop = jnp.where(known > 0, jnp.int32(stop), jnp.int32(0))
         mine = first + lax.rem(split - lax.rem(first, tile.splits) + tile.splits, tile.splits)
         count = pl.cdiv(jnp.maximum(stop - mine, 0), tile.splits)
         # The new positions are one block more, dealt in turn like the others; taken first, while

@@ -1,7 +1,7 @@
-"""Split-KV attention on Triton: the two kernels behind every public function of this package.
+"""Split-KV attention on Triton: the two kernels behind the attention functions of this package.
 
 A program takes one tile of query rows (the G heads of a KV head x T positions), visits its share of
-the key blocks and keeps a running maximum, sum and output in float32; `combine` merges the shares.
+the key blocks and keeps a running maximum, sum and output in float32; a second kernel merges the shares.
 Rows are read from and written to [B, T, N, H] as it is: row r is position r // G of head r % G, so
 no transpose and no padding runs outside. Keys that do not exist are never loaded (zeros stand in)
 and score -inf, so whatever their slots hold cannot leak, and a row that sees nothing gives zeros.
@@ -137,7 +137,7 @@ def add_block(problem, carry, scores, v):
 
 
 def store_result(problem, outputs, flat, live, column, carry):
-    """Writes what a program has summed: its rows of the output, or what `combine` merges."""
+    """Writes what a program has summed: its rows of the output, or what `_combine` merges."""
     o, top, mass = *carry[:2], carry[2].sum(1)
     columns = column + jnp.arange(problem.columns)[None, :]
     if len(outputs) == 1:

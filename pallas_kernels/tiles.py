@@ -1,12 +1,13 @@
 """Tile choices of the attention kernels: data with a computed shared-memory budget.
 
 A tile is frozen and validated; the choice is a function of the kernel, the shape and the device and
-of nothing that varies at run time, such as a length. Key blocks are dealt to the splits in turn
-(block i belongs to split i mod splits), so a position's sum is taken in the same order at every
-length, decoded or verified, and whoever else runs. The number of slots counts only for kernels
-that append or borrow; the others give a position the same bits in every engine. The numbers were
-measured on an H200; lowering does not notice a tile that needs too much shared memory, so it is
-rejected here. Imports nothing of the package.
+of nothing that varies at run time, such as a length or who else runs. Key blocks are dealt to the
+splits in turn (block i belongs to split i mod splits), so a position's sum is taken in the same
+order at every length. Kernels that read caches as they are, with the new rows in them, give decode
+and verify the same bits, in an engine of any number of slots; those that append or borrow take the
+number of slots into account, and sum new rows apart. The numbers were measured on an H200; lowering
+does not notice a tile that needs too much shared memory, so it is rejected here. Imports nothing of
+the package.
 """
 
 import dataclasses
@@ -117,7 +118,7 @@ def _warps(rows: int, head_dim: int) -> int:
     return 8 if rows * head_dim > 32 * 512 else 4
 
 
-def ring_tile(*, rows, head_dim, capacity, device) -> Tile:
+def ring_tile(*, rows: int, head_dim: int, capacity: int, device: str) -> Tile:
     """Ring attention: one block of 64 slots a program, so that every load is in flight at once."""
     block = min(64, capacity & -capacity)
     tile_rows = _rows(rows, 64)
@@ -133,29 +134,49 @@ def ring_tile(*, rows, head_dim, capacity, device) -> Tile:
     )
 
 
-def shared_ring_tile(*, sets: int, appends: bool, device: str, **shape) -> Tile:
-    """A ring read by as many programs as run at once, for all `sets` (slots x KV heads) of a step.
+def shared_ring_tile(
+    *, rows: int, head_dim: int, capacity: int, sets: int, appends: bool, device: str
+) -> Tile:
+    """Rings that share the device: `sets` is the slots x KV heads of a step.
 
-    One block a program and one program for new rows, while two a multiprocessor are enough for
-    that. Else one program a multiprocessor, each with as many blocks as the others, that loads the
-    next while it computes: 31B, 8 slots, 4 positions 43.5 us instead of 63.5, 1 slot 11.3 of 12.4.
+    One block a program and one program for new rows, while two programs a multiprocessor run them
+    all at once. Else a program takes several of these units and loads the next while it computes,
+    one program a multiprocessor: 31B, 4 positions, 8 slots 43.5 us instead of 63.5, 1 slot 11.3
+    instead of 12.4. The splits are those whose busiest multiprocessor has the least to do; what a
+    program does besides its units takes as long as two of them.
     """
-    tile, (_, multiprocessors) = ring_tile(**shape, device=device), limits(device)
-    units = tile.splits + appends
+    shape = {"rows": rows, "head_dim": head_dim, "capacity": capacity, "device": device}
+    tile, (_, multiprocessors) = ring_tile(**shape), limits(device)
+    units = capacity // tile.block + appends
     if units * sets <= 2 * multiprocessors:
         return dataclasses.replace(tile, splits=units)
-    share = -(-units // max(1, multiprocessors // sets))
-    fields = dataclasses.asdict(tile) | {"splits": -(-units // share), "stages": 3}
-    return _fit("ring_attention", **fields, head_dim=shape["head_dim"], device=device)
+
+    def longest(splits: int) -> int:
+        return -(-sets * splits // multiprocessors) * (-(-units // splits) + 2)
+
+    fields = dataclasses.asdict(tile) | {"splits": min(range(1, units + 1), key=longest)}
+    # Programs that do not all run at once: two a multiprocessor, each with half of the buffers.
+    fields["stages"] = 3 if sets * fields["splits"] <= multiprocessors else 2
+    return _fit("ring_attention", **fields, head_dim=head_dim, device=device)
 
 
 def grouped_tile(
-    *, rows: int, head_dim: int, kv_heads: int, rotated: int = 0, slots: int = 1, device: str
+    *,
+    rows: int,
+    head_dim: int,
+    kv_heads: int,
+    rotated: int = 0,
+    slots: int = 1,
+    size: int = 0,
+    device: str,
 ) -> Tile:
-    """Grouped attention: as many splits as give every multiprocessor one program of `slots` slots.
+    """Grouped attention: as many splits as give every multiprocessor one program of one slot.
 
-    With 8 slots of 6,000 keys of the 31B 107 us with 4 splits, 126 with the 33 of one slot; 4
-    positions 121 and 176.
+    Kernels that share the device among `slots` slots of `size` positions take fewer, down to one
+    program a multiprocessor for all of them, but no program more than 1,024 keys while there are
+    splits to be had: a slot may run alone, or be much longer than the others. Eight slots of 6,000
+    keys of the 31B take 111 us with 8 splits, 126 with 33 and 107 with 4; 4 positions 132, 176 and
+    121.
 
     Past 32 rows x 512 a program writes half of the columns, so that 64 rows fit its registers: with
     8 positions of the 31B 323 us at 131,005 keys, against 446 with two tiles of 32 rows and 463
@@ -164,12 +185,13 @@ def grouped_tile(
     is_wide = head_dim == 512 and rows > 32
     columns = 256 if is_wide and not rotated else 0
     tile_rows = _rows(rows, 32 if is_wide and rotated else 64)
-    programs = slots * kv_heads * -(-max(16, rows) // tile_rows) * (2 if columns else 1)
+    programs = kv_heads * -(-max(16, rows) // tile_rows) * (2 if columns else 1)
+    alone = max(1, limits(device)[1] // programs)
     return _fit(
         "grouped_attention",
         rows=tile_rows,
         block=32,
-        splits=max(1, limits(device)[1] // programs),
+        splits=min(alone, max(1, alone // slots, -(-size // 1024))) if slots > 1 else alone,
         warps=_warps(tile_rows, columns or head_dim),
         stages=3,
         columns=columns,

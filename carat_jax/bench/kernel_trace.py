@@ -98,13 +98,17 @@ def read_program(hlo_text: str) -> Program:
     for name, read in operands.items():
         if len(read) == 1 and read[0] in weights:
             weights[name] = weights[read[0]]  # a weight in another type or layout
+
+    def of_weight(name: str) -> str:
+        return next((weights[read] for read in operands[name] if read in weights), "")
+
     # A product with something fused behind it is that product; its own scope may be left only on
     # what it reads, such as a weight that is widened.
     for name, dot in ((name, products.get(inner)) for name, inner in called.items()):
-        if dot and (scope := scopes.get(dot) or _nearest(dot, scopes, operands)):
+        if dot and (scope := scopes.get(dot) or of_weight(name) or _nearest(dot, scopes, operands)):
             scopes[name] = scope
     rules = (
-        lambda name: next((weights[read] for read in operands[name] if read in weights), ""),
+        of_weight,
         lambda name: inside.get(called.get(name), ""),
         lambda name: _nearest(name, scopes, users),
         lambda name: _nearest(name, scopes, operands),

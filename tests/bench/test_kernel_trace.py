@@ -27,6 +27,13 @@ HloModule jit_step, is_scheduled=true
   ROOT %t.1 = bf16[4]{0} tanh(%dot.3), metadata={op_name="jit(step)/layer_0/norm/tanh"}
 }
 
+%fused_norm (p.3: bf16[4], q.3: bf16[4,4]) -> bf16[4] {
+  %p.3 = bf16[4]{0} parameter(0)
+  %q.3 = bf16[4,4]{1,0} parameter(1)
+  %m.3 = bf16[4]{0} multiply(%p.3, %p.3), metadata={op_name="jit(step)/layer_1/norm/mul"}
+  ROOT %dot.7 = bf16[4]{0} dot(%q.3, %m.3)
+}
+
 %fused_head (p.2: bf16[4], q.2: bf16[8,4], r.2: f32[8]) -> f32[8] {
   %p.2 = bf16[4]{0} parameter(0)
   %q.2 = bf16[8,4]{1,0} parameter(1)
@@ -51,13 +58,14 @@ ENTRY %main (w: bf16[4,4], x: bf16[4]) -> bf16[4] {
   %copy.1 = bf16[4]{0} copy(%fusion.1)
   %gemm.1 = bf16[4]{0} fusion(%copy.1, %x), calls=%fused_gemm, metadata={op_name="jit(step)/layer_0/norm/tanh"}
   %gemm.2 = f32[8]{0} fusion(%copy.1, %v, %x), calls=%fused_head, metadata={op_name="jit(step)/accept/add"}
+  %gemm.3 = bf16[4]{0} fusion(%copy.1, %w), calls=%fused_norm
   %loop.1 = bf16[4]{0} while(%copy.1), condition=%c, body=%b
   ROOT %add.1 = bf16[4]{0} add(%copy.1, %x), metadata={op_name="jit(step)/layer_0/attend/add" source_line=3}
 }
 """  # noqa: E501
 
 
-INNER = {"m", "dot.3", "t.1", "wide.2", "t.2", "dot.6"}
+INNER = {"m", "dot.3", "t.1", "wide.2", "t.2", "dot.6", "m.3", "dot.7"}
 
 
 def test_every_instruction_has_the_scope_of_its_source_or_of_what_is_next_to_it():
@@ -72,7 +80,8 @@ def test_every_instruction_has_the_scope_of_its_source_or_of_what_is_next_to_it(
         "fusion.1": "jit(step)/layer_1/norm/mul",
         "copy.1": "jit(step)/layer_0/o/dot_general",
         "gemm.1": "jit(step)/layer_0/o/dot_general",
-        "gemm.2": "jit(step)/head/dot_general",
+        "gemm.2": "head",
+        "gemm.3": "layer_1/down",
         "loop.1": "jit(step)/layer_0/o/dot_general",
         "add.1": "jit(step)/layer_0/attend/add",
     }

@@ -126,14 +126,16 @@ def test_the_pipeline_is_as_deep_as_the_device_allows():
         (1, 16, True, 6, 3),
         (2, 16, True, 4, 3),
         (4, 16, True, 2, 3),
+        (5, 16, True, 3, 2),  # one split would leave 52 multiprocessors idle
         (8, 16, True, 1, 3),
-        (64, 16, True, 1, 3),
+        (9, 16, True, 3, 2),  # one split would keep 12 of them twice as long as the others
+        (64, 16, True, 1, 2),
         (1, 8, True, 18, 1),  # 26B
         (1, 8, False, 17, 1),
         (2, 8, True, 6, 3),
     ],
 )
-def test_programs_of_a_ring_all_run_at_once(slots, kv_heads, appends, splits, stages):
+def test_rings_share_the_device_evenly(slots, kv_heads, appends, splits, stages):
     tile = tiles.shared_ring_tile(
         sets=slots * kv_heads, appends=appends, rows=8, head_dim=256, capacity=1088,
         device="NVIDIA H200",
@@ -141,13 +143,24 @@ def test_programs_of_a_ring_all_run_at_once(slots, kv_heads, appends, splits, st
     assert (tile.splits, tile.stages) == (splits, stages)
 
 
+@pytest.mark.parametrize(
+    ("slots", "size", "splits"),
+    [(1, 8192, 33), (2, 8192, 16), (4, 8192, 8), (8, 2048, 4), (8, 8192, 8), (64, 8192, 8),
+     (8, 131_072, 33)],
+)  # fmt: skip
+def test_a_slot_that_runs_alone_finds_programs_enough(slots, size, splits):
+    shape = {"rows": 32, "head_dim": 512, "kv_heads": 4, "device": "NVIDIA H200"}
+    assert tiles.grouped_tile(**shape, slots=slots, size=size).splits == splits
+
+
 @pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
-@pytest.mark.parametrize("sets", [1, 16, 64, 256])
+@pytest.mark.parametrize("slots", [1, 5, 16, 64])
 @pytest.mark.parametrize("rows", [1, 8, 32, 64])
-def test_shared_tiles_fit_the_device(device, sets, rows):
-    ring = {"rows": rows, "head_dim": 256, "capacity": 1088, "device": device}
-    grouped = {"rows": rows, "head_dim": 512, "kv_heads": 4, "device": device}
-    chosen = tiles.shared_ring_tile(sets=sets, appends=True, **ring)
-    assert chosen.shared_memory(256) <= tiles.limits(device)[0]
-    chosen = tiles.grouped_tile(slots=max(1, sets // 4), **grouped)
-    assert chosen.shared_memory(512) <= tiles.limits(device)[0]
+def test_shared_tiles_fit_the_device(device, slots, rows):
+    shape, (memory, _) = {"rows": rows, "device": device}, tiles.limits(device)
+    ring = tiles.shared_ring_tile(
+        **shape, head_dim=256, capacity=1088, sets=slots * 16, appends=True
+    )
+    assert ring.shared_memory(256) <= memory
+    grouped = tiles.grouped_tile(**shape, head_dim=512, kv_heads=4, slots=slots, size=8192)
+    assert grouped.shared_memory(512) <= memory
