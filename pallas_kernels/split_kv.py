@@ -1,11 +1,12 @@
 """Split-KV attention on Triton: the two kernels behind the attention functions of this package.
 
 A program takes one tile of query rows (the G heads of a KV head x T positions), visits its share of
-the key blocks and keeps a running maximum, sum and output in float32; a second kernel merges the shares.
-Rows are read from and written to [B, T, N, H] as it is: row r is position r // G of head r % G, so
-no transpose and no padding runs outside. Keys that do not exist are never loaded (zeros stand in)
-and score -inf, so whatever their slots hold cannot leak, and a row that sees nothing gives zeros.
-A fully masked block adds exact zeros, so a longer cache or a later verify changes no earlier bit.
+the key blocks and keeps a running maximum, sum and output in float32; a second kernel merges the
+shares. Rows are read from and written to [B, T, N, H] as it is: row r is position r // G of head
+r % G, so no transpose and no padding runs outside. Keys that do not exist are never loaded (zeros
+stand in) and score -inf, so whatever their slots hold cannot leak, and a row that sees nothing
+gives zeros. A fully masked block adds exact zeros, so a longer cache or a later verify changes no
+earlier bit.
 Imports `tiles`, `key_sources` and `reference` (the constant for an empty row) of the package.
 """
 

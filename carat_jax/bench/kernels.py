@@ -14,6 +14,7 @@ from absl import app, flags, logging
 from carat_jax.bench import baselines, measure
 from carat_jax.bench.expert_kernels import expert_tile_candidates, experts
 from carat_jax.bench.kernel_race import checked_race, random_array, relative_error
+from carat_jax.bench.slot_kernels import slot_races
 from pallas_kernels import (
     grouped_attention,
     per_head_attention,
@@ -26,7 +27,7 @@ from pallas_kernels.tiles import Tile
 
 CASES = (
     *("grouped", "rows", "ring", "layouts", "padding", "prefill", "torch", "tiles"),
-    *("experts", "expert_tiles"),
+    *("slots", "experts", "expert_tiles"),
 )
 _CASES = flags.DEFINE_list("cases", list(CASES), "which measurements to run")
 _OUT = flags.DEFINE_string("out", None, "file to append JSON lines to")
@@ -325,6 +326,8 @@ def main(argv):
         ring(records, ceiling, 4, RING_RIVALS)
         for keys in (contexts[0], contexts[-1]):
             tile_candidates(records, keys)
+    if "slots" in chosen:
+        slot_races(records, jax.devices()[0].device_kind)
     for num_rows in map(int, _ROWS.value if "experts" in chosen else ()):
         experts(records, ceiling, num_rows)
     for num_rows in map(int, _ROWS.value if "expert_tiles" in chosen else ()):
