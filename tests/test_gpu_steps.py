@@ -16,6 +16,20 @@ SETTINGS = ["dtype=bfloat16", "engine.max_batch=2", "engine.max_context=1024"]
 ASSISTANT = ["decode.drafter=assistant", "decode.draft_len=3"]
 
 
+def made(settings):
+    """The steps of an engine on a GPU, and the shapes of its parameters and its state."""
+    graph, blueprint = plan.blueprint([*settings, *SETTINGS], None, "gpu")
+    config, drafting = blueprint.config, blueprint.drafting
+    options = step_options(config, blueprint.model)
+    options = dataclasses.replace(options, compute=blueprint.options)
+    assert options.compute.impl == "triton"
+    steps = build_steps(graph, drafting.drafter, options, jnp.zeros(blueprint.model.vocab_size))
+    params = {"target": blueprint.specs, "draft": drafting.specs}
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), params)
+    state = jax.eval_shape(lambda: new_state(config, blueprint.model, drafting, blueprint.options))
+    return steps, params, state
+
+
 @pytest.mark.parametrize(
     ("settings", "kernels"),
     [
@@ -27,15 +41,7 @@ ASSISTANT = ["decode.drafter=assistant", "decode.draft_len=3"]
     ids=lambda x: x[0],
 )
 def test_every_chunk_and_round_lowers(settings, kernels):
-    graph, blueprint = plan.blueprint([*settings, *SETTINGS], None, "gpu")
-    config, drafting = blueprint.config, blueprint.drafting
-    options = step_options(config, blueprint.model)
-    options = dataclasses.replace(options, compute=blueprint.options)
-    assert options.compute.impl == "triton"
-    steps = build_steps(graph, drafting.drafter, options, jnp.zeros(blueprint.model.vocab_size))
-    params = {"target": blueprint.specs, "draft": drafting.specs}
-    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), params)
-    state = jax.eval_shape(lambda: new_state(config, blueprint.model, drafting, blueprint.options))
+    steps, params, state = made(settings)
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
     with device_of_name("NVIDIA H200"):
         for chunk in (1, 17, 66):
@@ -45,3 +51,15 @@ def test_every_chunk_and_round_lowers(settings, kernels):
         text = steps.round.trace(params, state, kind).lower(lowering_platforms=("cuda",)).as_text()
     for kernel in kernels:
         assert f"carat_{kernel}" in text
+
+
+def test_a_pass_of_uniform_rows_lowers_over_both_layouts():
+    for layout, kernel in (("kv", "grouped_attention_kv"), ("v_rot", "grouped_attention_v_rot")):
+        settings = ["model=random:31b/6", f"cache.global_layers={layout}", "decode.uniform_rows=4"]
+        steps, params, state = made(settings)
+        tokens, valid = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,)))
+        with device_of_name("NVIDIA H200"):
+            traced = steps.verify.trace(params, state.bank, tokens, valid)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        for name in ("ring_attention", kernel):
+            assert f"carat_{name}" in text
