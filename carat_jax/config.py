@@ -26,6 +26,8 @@ from carat_jax.setting_types import (
 )
 
 RANDOM_MODELS = tuple(FAMILIES)
+# Settings that decide the weights; engines that differ in others alone can share them.
+WEIGHT_KEYS = ("model", "dtype")
 _INT32_MAX = 2**31 - 1  # what the steps on the device count in
 
 

@@ -28,6 +28,7 @@ from pallas_kernels.split_kv import (
     Problem,
     add_block,
     empty_carry,
+    first_block,
     flat_rows,
     launch,
     named,
@@ -352,8 +353,7 @@ def _kernel(
         carry = visit(split, carry)
     else:
         first, stop = source.blocks(span, tile.block)
-        stop = jnp.where(known > 0, jnp.int32(stop), jnp.int32(0))
-        mine = first + lax.rem(split - lax.rem(first, tile.splits) + tile.splits, tile.splits)
+        mine = first_block(first, split, tile.splits)
         count = pl.cdiv(jnp.maximum(stop - mine, 0), tile.splits)
         # The new positions are one block more, dealt in turn like the others; taken first, while
         # the registers of the running output are free.

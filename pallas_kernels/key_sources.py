@@ -54,8 +54,8 @@ class Ring:
     size: int
 
     def blocks(self, span, block):
-        """First and one-past-last block to visit."""
-        return 0, self.size // block
+        """First and one-past-last block to visit: all, or none of a ring that holds nothing."""
+        return 0, jnp.where(span.end > 0, jnp.int32(self.size // block), jnp.int32(0))
 
     def bounds(self, span):
         """Oldest position that exists and may be seen, and one past the newest."""

@@ -163,6 +163,11 @@ def _whole_blocks(problem, source, span, first, stop):
     return jnp.clip(pl.cdiv(jnp.maximum(low - origin, 0), block), first, end), end
 
 
+def first_block(first, split, splits):
+    """The first block from `first` on that belongs to a split: block i does to i mod splits."""
+    return first + lax.rem(split - lax.rem(first, splits) + splits, splits)
+
+
 def _visit(problem, source, refs, queries, q_pos, span, column, carry):
     """Adds one source's key blocks, those of this split, to the running (o, top, mass).
 
@@ -175,7 +180,7 @@ def _visit(problem, source, refs, queries, q_pos, span, column, carry):
     block, splits, split = problem.tile.block, problem.tile.splits, pl.program_id(1)
     first, stop = source.blocks(span, block)
     if splits > 1:
-        first = first + lax.rem(split - lax.rem(first, splits) + splits, splits)
+        first = first_block(first, split, splits)
 
     one_shot = isinstance(source, Ring) and source.size == block * splits
     low, high = source.bounds(span)

@@ -30,9 +30,10 @@ from carat_jax.bench.ablation_measures import (
     story_prompts,
     timed,
 )
-from carat_jax.bench.ablation_plan import WEIGHTS, Plan, Variant, read_plan
+from carat_jax.bench.ablation_plan import Plan, Variant, read_plan
 from carat_jax.bench.drawing import check_can_draw
 from carat_jax.bench.measure import Records, read_bandwidth
+from carat_jax.config import WEIGHT_KEYS
 from carat_jax.engine.api import Engine
 from carat_jax.engine.compile_counter import num_compilations
 
@@ -165,7 +166,7 @@ class Bench:
 
     def _maker(self, plan: Plan, variant: Variant) -> Callable[[], Engine]:
         """Makes the variant's engine."""
-        values = {name: v for name, v, _ in variant.settings.items() if name not in WEIGHTS}
+        values = {name: v for name, v, _ in variant.settings.items() if name not in WEIGHT_KEYS}
         return functools.partial(self._shared(plan).variant, **values)
 
     def _base(self, plan: Plan, prompts: Sequence) -> tuple[Engine, dict]:

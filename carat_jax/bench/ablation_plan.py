@@ -20,12 +20,10 @@ from typing import Any
 
 import yaml
 
-from carat_jax.config import KEYS, Settings, read_settings
+from carat_jax.config import KEYS, WEIGHT_KEYS, Settings, read_settings
 from carat_jax.setting_types import compose, convert, from_node, unknown_key
 
 _PARTS = ("title", "base", "variants", "workload")
-# Settings that no variant can change: all share the weights of the base.
-WEIGHTS = ("model", "dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +160,7 @@ def _grid(node: yaml.Node, path: Any) -> list[dict[str, tuple[Any, str]]]:
     for key, value in values.items():
         if key not in KEYS:
             raise unknown_key(key, value, where, KEYS)
-        if key in WEIGHTS:
+        if key in WEIGHT_KEYS:
             raise ValueError(f"{where}: {key}: variants share the weights of the base; use --set")
     choices = [value if isinstance(value, list) else [value] for value in values.values()]
     combinations = itertools.product(*choices)

@@ -8,7 +8,7 @@ from types import ModuleType
 from absl import flags
 
 import carat_jax
-from carat_jax.config import read_settings
+from carat_jax.config import WEIGHT_KEYS, read_settings
 
 
 def new_flags(output: str) -> flags.FlagValues:
@@ -23,8 +23,7 @@ def new_flags(output: str) -> flags.FlagValues:
     return known
 
 
-# What an engine cannot change about the weights it was loaded with.
-_OF_WEIGHTS = ("model", "dtype")
+_SMALL = ("engine.max_batch=1", "engine.max_context=256")
 
 
 def load_weights(known: flags.FlagValues) -> carat_jax.Engine:
@@ -34,13 +33,10 @@ def load_weights(known: flags.FlagValues) -> carat_jax.Engine:
     """
     fixed, others = [], []
     for text in known.set:
-        (fixed if text.partition("=")[0] in _OF_WEIGHTS else others).append(text)
+        (fixed if text.partition("=")[0] in WEIGHT_KEYS else others).append(text)
     base = _load(known.config, tuple(fixed))
     given = read_settings(None, [*others, *_SMALL]).given
     return base.variant(**{name: value for name, (value, _) in given.items()})
-
-
-_SMALL = ("engine.max_batch=1", "engine.max_context=256")
 
 
 @functools.lru_cache(maxsize=1)

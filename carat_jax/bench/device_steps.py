@@ -74,13 +74,10 @@ class DeviceStep:
 class SeveralSteps(DeviceStep):
     """A round that is several executables one after the other, as with `decode.uniform_rows`."""
 
-    def __init__(self, loop: EngineLoop, call: Callable[[], Any], largest: Any):
-        super().__init__(loop, largest, lambda _: call())
-
     def compile(self) -> None:
-        """Compiles all of them by a first round."""
-        super().compile()  # of the largest, for what it takes
-        jax.block_until_ready(self._call(None))
+        """Compiles the largest, which tells what they take, and the others by a first round."""
+        super().compile()
+        jax.block_until_ready(self._call(self.compiled))
 
 
 def with_room(base: Engine, context: int, room: int = ROOM) -> int:
@@ -124,11 +121,11 @@ def whole_round(loop: EngineLoop) -> DeviceStep:
     """A round of the engine: draft, verify, accept; plain decoding without a drafter."""
     if rows := loop.options.uniform_rows:
 
-        def several() -> Any:
+        def several(_: Any) -> Any:
             loop._state, drawn = loop._steps.round(loop._params, loop._state, _GREEDY)
             return drawn
 
-        return SeveralSteps(loop, several, verify(loop, rows)._lowered)
+        return SeveralSteps(loop, verify(loop, rows)._lowered, several)
     lowered = loop._steps.round.lower(loop._params, loop._state, _GREEDY, None)
 
     def call(compiled: Any) -> Any:

@@ -9,6 +9,10 @@ from absl import logging
 
 from carat_jax.bench import measure
 
+GLOBAL = {"heads": 32, "kv_heads": 4, "head_dim": 512}  # a 31B global layer, eight rows a position
+LOCAL = {"heads": 32, "kv_heads": 16, "head_dim": 256}
+WINDOW, CAPACITY = 1024, 1088
+
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def random_array(seed, shape, scale=1.0, valid=None):

@@ -236,13 +236,9 @@ def over_layers(kernels: Iterable[Kernel], model: ModelConfig) -> list[Kernel]:
     `layer_7` of a scope becomes `local` or `global`, and the numbers at the end of a name, which
     tell the instructions of one program apart, are dropped.
     """
-
-    def kind(layer: re.Match) -> str:
-        return "local" if model.layer(int(layer[1])).is_sliding else "global"
-
     total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for kernel in kernels:
-        scope = re.sub(r"\blayer_(\d+)", kind, kernel.scope)
+        scope = re.sub(r"\blayer_\d+", lambda layer: place(layer[0], model)[0], kernel.scope)
         entry = total[re.sub(r"([_.]\d+)+$", "", kernel.name), scope]
         entry[0] += kernel.count
         entry[1] += kernel.us

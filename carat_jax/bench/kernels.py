@@ -13,7 +13,15 @@ from absl import app, flags, logging
 
 from carat_jax.bench import baselines, measure
 from carat_jax.bench.expert_kernels import expert_tile_candidates, experts
-from carat_jax.bench.kernel_race import checked_race, random_array, relative_error
+from carat_jax.bench.kernel_race import (
+    CAPACITY,
+    GLOBAL,
+    LOCAL,
+    WINDOW,
+    checked_race,
+    random_array,
+    relative_error,
+)
 from carat_jax.bench.slot_kernels import slot_races
 from pallas_kernels import (
     grouped_attention,
@@ -36,10 +44,8 @@ _CONTEXTS = flags.DEFINE_list("contexts", ["6005", "32005", "131005"], "keys of 
 _COUNTS = flags.DEFINE_string("counts", "5960:6081:1", "key counts of `padding`: from:to:step")
 _ROWS = flags.DEFINE_list("rows", ["1", "4", "8", "64"], "tokens of `experts`")
 _GIB = 2**30
-GLOBAL = {"heads": 32, "kv_heads": 4, "head_dim": 512}  # a 31B global layer, eight rows a position
 GLOBAL_12B = {"heads": 16, "kv_heads": 1, "head_dim": 512}
-LOCAL = {"heads": 32, "kv_heads": 16, "head_dim": 256}
-WINDOW, CAPACITY, ROTATED, LAYERS = 1024, 1088, 128, 50
+ROTATED, LAYERS = 128, 50
 # The choice is 17 programs a head with a block of 64 each, 272 in all.
 RING_RIVALS = [
     Tile(rows=16, block=32, splits=16, warps=4, stages=3),

@@ -32,11 +32,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def name_of(row: Mapping[str, Any]) -> str:
     """The case, and the switches that are not as usual."""
-    name = row["case"].removeprefix("engine_") if "tpot_ms" in row else row["case"]
     switches = ["v_rot"] if row["global_layers"] == "v_rot" else []
     if rows := row.get("uniform_rows"):
         switches.append(f"{rows} uniform rows")
-    return ", ".join([name, *switches])
+    return ", ".join([row["case"].removeprefix("engine_"), *switches])
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -55,17 +55,15 @@ def main() -> int:
     for name in _RUNS.value:
         benchmark, told = RUNS[name]
         folder = Path(_FLAGS.output) / name
-        started = time.monotonic()
+        started, is_failed = time.monotonic(), True
         print(f"{name}: {benchmark.__name__} {' '.join(told)}", file=sys.stderr)
         try:
-            if command.call(benchmark, [*shared, *told, f"--output={folder}"]):
-                failed.append(name)
+            is_failed = bool(command.call(benchmark, [*shared, *told, f"--output={folder}"]))
         except (flags.Error, ValueError, NotImplementedError, OSError) as error:
             print(f"error: {name}: {error}", file=sys.stderr)
-            failed.append(name)
         except Exception:
             traceback.print_exc()
-            failed.append(name)
+        failed += [name] * is_failed
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
         gc.collect()  # its engines' caches
     if failed:

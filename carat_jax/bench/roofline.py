@@ -172,9 +172,9 @@ def main() -> int:
     # A cached executable may carry the scopes of the source it was first compiled from.
     jax.config.update("jax_enable_compilation_cache", False)
     base = command.load_weights(_FLAGS)
-    if rows := base.config.decode.uniform_rows:
+    if uniform := base.config.decode.uniform_rows:
         raise ValueError(
-            f"decode.uniform_rows={rows}: its rounds are several executables, a profile is of one; "
+            f"decode.uniform_rows={uniform}: a round is several executables, a profile of one; "
             "set it to 0"
         )
     records = Records(output and str(output / "roofline.jsonl"), _FLAGS.commit, echo=False)

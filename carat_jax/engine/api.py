@@ -18,7 +18,14 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from carat_jax.config import Config, SamplingParams, Settings, read_settings, sampling_from
+from carat_jax.config import (
+    WEIGHT_KEYS,
+    Config,
+    SamplingParams,
+    Settings,
+    read_settings,
+    sampling_from,
+)
 from carat_jax.decoding.sampling import LogitsHook
 from carat_jax.engine.compile_cache import use_compile_cache
 from carat_jax.engine.drafting import Drafting, open_drafter
@@ -196,7 +203,7 @@ class Engine:
           ValueError: a setting cannot be used, or is one that would need other weights.
         """
         changed = read_settings(keywords=settings).given
-        for key in ("model", "dtype"):
+        for key in WEIGHT_KEYS:
             if key in changed:
                 raise ValueError(f"variant: {key} needs other weights; use load")
         given = {**self.settings.given, **changed}
