@@ -11,7 +11,7 @@ import pytest
 from carat_jax import convert
 from carat_jax.model.checkpoint import TINY, load_params
 from carat_jax.model.store_orbax import is_orbax
-from tests.model.test_load_hf import assert_same_bits, expected, flat, random_bits, specs_of
+from tests.model.published import assert_same_bits, expected, flat, random_bits, specs_of
 from tests.toys import CONFIGS, write_checkpoint
 
 

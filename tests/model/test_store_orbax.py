@@ -12,7 +12,7 @@ import pytest
 from carat_jax.model import store_orbax
 from carat_jax.model.checkpoint import generation_config, load_params, read_config
 from carat_jax.model.store_orbax import MANIFEST, PARAMS, is_orbax, save
-from tests.model.test_load_hf import assert_same_bits, expected, random_bits, specs_of
+from tests.model.published import assert_same_bits, expected, random_bits, specs_of
 from tests.toys import CONFIGS, write_checkpoint
 
 
