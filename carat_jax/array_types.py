@@ -20,6 +20,8 @@ Positions = Int[Array, "B T"]
 Lengths = Int[Array, "B"]
 Slots = Int[Array, "b"]
 Hidden = Float[Array, "B T D"]
+# What the residual takes in, or S parts whose sum it is.
+Branch = Float[Array, "*S B T D"]
 Logits = Float[Array, "B T V"]
 ExpertWeights = Float[Array, "B T k"]
 ExpertIds = Int[Array, "B T k"]

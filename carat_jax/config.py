@@ -138,6 +138,20 @@ class AttentionConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
+class ProductsConfig(Section):
+    """How rows are multiplied with the weights of attention and MLP; changes speed or rounding.
+
+    Attributes:
+      impl: `xla` leaves every product to XLA; `triton` or `interpret` is the Pallas kernel for
+        those of at most 32 rows, the products of decode and verify. null is the kernel where it was
+        measured to be the faster, on a GPU in bfloat16, and `xla` elsewhere.
+    """
+
+    PREFIX = "products."
+    impl: Literal["triton", "xla", "interpret"] | None = setting(None)
+
+
+@dataclasses.dataclass(frozen=True)
 class MoeConfig(Section):
     """How the experts of a mixture are computed; changes speed, memory or rounding alone.
 
@@ -258,6 +272,7 @@ class Config(Section):
     sampling: SamplingParams = SamplingParams()
     cache: CacheConfig = CacheConfig()
     attention: AttentionConfig = AttentionConfig()
+    products: ProductsConfig = ProductsConfig()
     moe: MoeConfig = MoeConfig()
     decode: DecodeConfig = DecodeConfig()
     engine: EngineConfig = EngineConfig()
@@ -274,6 +289,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "sampling": SamplingParams,
     "cache": CacheConfig,
     "attention": AttentionConfig,
+    "products": ProductsConfig,
     "moe": MoeConfig,
     "decode": DecodeConfig,
     "engine": EngineConfig,

@@ -6,6 +6,7 @@ Imports nothing of `carat_jax`; the engine calls these functions and knows nothi
 from pallas_kernels.append_attention import append_attention, borrow_attention
 from pallas_kernels.expert_mlp import expert_mlp, expert_shares
 from pallas_kernels.expert_router import route_experts
+from pallas_kernels.few_rows import few_row_parts, few_row_product
 from pallas_kernels.grouped_attention import grouped_attention
 from pallas_kernels.per_head_attention import per_head_attention
 from pallas_kernels.prefill_attention import prefill_attention, prefill_ring_attention
@@ -18,6 +19,8 @@ __all__ = [
     "borrow_attention",
     "expert_mlp",
     "expert_shares",
+    "few_row_parts",
+    "few_row_product",
     "grouped_attention",
     "merge_partials",
     "mixture_norm",

@@ -117,6 +117,12 @@ def expert_mlp(x, weights, chosen, gate_up, down):
     return expert_shares(x, weights, chosen, gate_up, down).sum(1).astype(x.dtype)
 
 
+def few_row_product(x, weight):
+    """x @ weight, summed in float32 and rounded to x's dtype."""
+    exact = {"precision": "highest", "preferred_element_type": jnp.float32}
+    return jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32), **exact).astype(x.dtype)
+
+
 def _rms_norm(x, weight, eps):
     """RMS norm of the last axis in float32, rounded to x's dtype."""
     x32 = x.astype(jnp.float32)
@@ -125,7 +131,9 @@ def _rms_norm(x, weight, eps):
 
 
 def residual_norm(x, branch, branch_weight, *next_weights, scale=None, eps):
-    """(x + norm(branch)) * scale, and its norms."""
+    """(x + norm(branch)) * scale, and its norms; a branch of more axes than x is its parts."""
+    if branch.ndim > x.ndim:
+        branch = branch.astype(jnp.float32).sum(0).astype(x.dtype)
     y = x + _rms_norm(branch, branch_weight, eps)
     if scale is not None:
         y = y * scale

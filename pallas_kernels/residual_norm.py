@@ -28,7 +28,8 @@ def residual_norm(x, branch, branch_weight, *next_weights, scale=None, eps, impl
 
     Args:
       x: [*rows, D], the residual stream.
-      branch: [*rows, D], what attention or the MLP gave.
+      branch: [*rows, D], what attention or the MLP gave; or float32 [S, *rows, D], its S parts,
+        summed in their order and rounded.
       branch_weight: [D], of the norm after the branch.
       *next_weights: each [D], of a norm before something that reads the sum.
       scale: [1], the layer's scalar; None is 1.
@@ -43,7 +44,8 @@ def residual_norm(x, branch, branch_weight, *next_weights, scale=None, eps, impl
       NotImplementedError: a named impl cannot run this shape or dtype.
     """
     weights = [branch_weight, *next_weights]
-    if branch.shape != x.shape or {w.shape for w in weights} != {x.shape[-1:]}:
+    has_parts = branch.ndim > x.ndim
+    if branch.shape[has_parts:] != x.shape or {w.shape for w in weights} != {x.shape[-1:]}:
         raise ValueError(
             f"residual_norm: x {x.shape}, branch {branch.shape} and weights "
             f"{[w.shape for w in weights]} do not match"
@@ -102,17 +104,20 @@ def _choose(kernel, impl, x):
 # Jitted so that a step that calls them in each layer traces and lowers them once.
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def _residual_norm(x, branch, weights, scale, *, eps, interpret):
-    row = _Row(x.shape[-1], x.dtype, eps)
+    row, num_parts = _Row(x.shape[-1], x.dtype, eps), branch.size // x.size
 
     def carat_residual_norm(x_ref, branch_ref, weight_refs, scale_refs, *out_refs):
         # All loads first: in flight together, and none behind a sum over the row.
-        x, branch, *weights = map(row.load, (x_ref, branch_ref, *weight_refs))
+        x, *weights = map(row.load, (x_ref, *weight_refs))
+        parts = [row.load(branch_ref, part) for part in range(num_parts)]
         scales = [ref[0] for ref in scale_refs]
+        branch = row.rounded(functools.reduce(operator.add, parts))
         row.add_norm(x, branch, weights, scales, out_refs)
 
     return _call(
-        carat_residual_norm, (x, branch), weights, scale, len(weights), warps=8, interpret=interpret
-    )
+        carat_residual_norm, (x,), weights, scale, len(weights),
+        parts=[branch.reshape(num_parts, -1, x.shape[-1])], warps=8, interpret=interpret,
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("num_experts", "eps", "interpret"))
@@ -172,10 +177,11 @@ class _Row:
             plt.store(ref.at[column], result.astype(self.dtype), mask=column < self.width)
 
 
-def _call(kernel, arrays, weights, scale, num_results, *, warps, interpret):
+def _call(kernel, arrays, weights, scale, num_results, *, parts=(), warps, interpret):
     """pallas_call of kernel(row of each array, weights, [scale] or [], results), a program a row.
 
-    The first array is `x`, and every result is like it.
+    The first array is `x`, and every result is like it. Arrays of `parts`, [S, num_rows, D] as
+    products write them, come after `arrays`, a row of each part.
     """
     x, num_rows = arrays[0], arrays[0].size // arrays[0].shape[-1]
     flat = [array.reshape(num_rows, *array.shape[x.ndim - 1 :]) for array in arrays]
@@ -184,17 +190,20 @@ def _call(kernel, arrays, weights, scale, num_results, *, warps, interpret):
     def one(array):
         return pl.BlockSpec((None, *array.shape[1:]), lambda i: (i, *[0] * (array.ndim - 1)))
 
+    def each(array):
+        return pl.BlockSpec((array.shape[0], None, array.shape[2]), lambda i: (0, i, 0))
+
     def whole(array):
         return pl.BlockSpec(array.shape, lambda i: (0,))
 
     results = pl.pallas_call(
         kernel,
         grid=(num_rows,),
-        in_specs=(*map(one, flat), *jax.tree.map(whole, vectors)),
+        in_specs=(*map(one, flat), *map(each, parts), *jax.tree.map(whole, vectors)),
         out_specs=[one(flat[0])] * num_results,
         out_shape=[jax.ShapeDtypeStruct(flat[0].shape, x.dtype)] * num_results,
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name=kernel.__name__,
-    )(*flat, *vectors)
+    )(*flat, *parts, *vectors)
     return tuple(result.reshape(x.shape) for result in results)

@@ -9,7 +9,7 @@ from carat_jax.config import KEYS
 from tests.engine.test_switches import SWITCHES
 
 ROOT = Path(__file__).parent.parent
-SECTIONS = ("cache", "attention", "decode", "moe")
+SECTIONS = ("cache", "attention", "products", "decode", "moe")
 # What chooses nothing that could be compared on `tiny`.
 NO_SWITCH = {
     "attention.impl": "where attention runs, not how; tests/kernels compare the implementations",

@@ -25,7 +25,8 @@ The weights in float32 do not fit beside the model's own, so the reference round
 differences are those of two roundings, and the first token that differs is no fault of either."""
 _ON_XLA = """\
 Attention is plain JAX here (`impl xla`): `fused` is one masked pass over the whole cache and no
-kernel, so `verify`, `group_heads` and `fuse_rows` of `attention` say nothing about a GPU."""
+kernel, so `verify`, `group_heads` and `fuse_rows` of `attention` say nothing about a GPU, and
+products are XLA's either way."""
 # Where the axis of differences begins.
 _FLOOR = 1e-7
 _LOGPROBS = (

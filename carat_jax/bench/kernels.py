@@ -22,6 +22,7 @@ from carat_jax.bench.kernel_race import (
     random_array,
     relative_error,
 )
+from carat_jax.bench.product_kernels import products
 from carat_jax.bench.slot_kernels import slot_races
 from pallas_kernels import (
     grouped_attention,
@@ -35,7 +36,7 @@ from pallas_kernels.tiles import Tile
 
 CASES = (
     *("grouped", "rows", "ring", "layouts", "padding", "prefill", "torch", "tiles"),
-    *("slots", "experts", "expert_tiles"),
+    *("slots", "products", "experts", "expert_tiles"),
 )
 _CASES = flags.DEFINE_list("cases", list(CASES), "which measurements to run")
 _OUT = flags.DEFINE_string("out", None, "file to append JSON lines to")
@@ -334,6 +335,8 @@ def main(argv):
             tile_candidates(records, keys)
     if "slots" in chosen:
         slot_races(records, jax.devices()[0].device_kind)
+    for num_rows in (1, 4, 32) if "products" in chosen else ():
+        products(records, ceiling, num_rows)
     for num_rows in map(int, _ROWS.value if "experts" in chosen else ()):
         experts(records, ceiling, num_rows)
     for num_rows in map(int, _ROWS.value if "expert_tiles" in chosen else ()):

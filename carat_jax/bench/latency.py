@@ -7,6 +7,7 @@ least time that the bytes and operations allow at the rates this run reads and m
 
     python -m carat_jax.bench.latency --config configs/random-31b.yaml --context 6000 --batches 1,8
     python -m carat_jax.bench.latency --config configs/random-31b.yaml --context 131072
+    python -m carat_jax.bench.latency --config configs/random-31b.yaml --against products.impl=xla
 
 Writes `latency.jsonl` (appended to), and the table and the picture of all its rows, to --output;
 without it rows are only printed.
@@ -35,6 +36,7 @@ from carat_jax.bench.replay import (
     warm_up,
 )
 from carat_jax.bench.workload import TraceRequest
+from carat_jax.config import read_settings
 from carat_jax.engine.api import Engine
 
 _FLAGS = command.new_flags("Folder of the rows, the table and the picture.")
@@ -48,6 +50,9 @@ _ACCEPTANCE = flags.DEFINE_float(
 )
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps queued between two readings.", 1, **_own)
 _TOKENS = flags.DEFINE_integer("tokens", 200, "Tokens of each stream.", 8, **_own)
+_AGAINST = flags.DEFINE_string(
+    "against", None, "key=value: queued steps with it too, in turns with the others.", **_own
+)
 _STREAMS = flags.DEFINE_boolean("streams", True, "Whether to run the public engine too.", **_own)
 
 
@@ -71,46 +76,57 @@ class Limits:
         }
 
 
+# An engine without a drafter, and one with it.
+Pair = tuple[Engine, Engine | None]
+# What a record is of: the case, and the setting of --against or nothing.
+Case = tuple[str, str]
+
+
 def queued_rows(
-    plain: Engine, drafted: Engine | None, context: int, count: int, limits: Limits
-) -> dict[str, dict[str, Any]]:
-    """Times the executables side by side; a record by name, and their ratios."""
-    slots = plain.config.engine.max_batch
-    steps = {
-        "decode": device_steps.whole_round(device_steps.filled(plain, context)),
-        "verify_1": device_steps.verify(plain.loop, 1),
-    }
-    least = dict.fromkeys(steps, cost.total(cost.pass_costs(plain, context, 1, slots)))
-    if drafted is not None:
-        rows, loop = drafted.loop.num_rows, device_steps.filled(drafted, context)
-        verify = f"verify_{rows}"
-        steps |= {verify: device_steps.verify(loop, rows), "round": device_steps.whole_round(loop)}
-        least[verify] = cost.total(cost.pass_costs(drafted, context, rows, slots))
-        draft = cost.total(cost.draft_costs(drafted, context, slots))
-        least["round"] = least[verify] + draft
+    pairs: Mapping[str, Pair], context: int, count: int, limits: Limits
+) -> dict[Case, dict[str, Any]]:
+    """Times the executables of all `pairs`, by what is set in them, in turns, and their ratios."""
+    steps, least = {}, {}
+    for setting, (plain, drafted) in pairs.items():
+        slots = plain.config.engine.max_batch
+        once = cost.total(cost.pass_costs(plain, context, 1, slots))
+        decode = device_steps.whole_round(device_steps.filled(plain, context))
+        steps["decode", setting], least["decode", setting] = decode, once
+        steps["verify_1", setting] = device_steps.verify(plain.loop, 1)
+        least["verify_1", setting] = once
+        if drafted is not None:
+            rows, loop = drafted.loop.num_rows, device_steps.filled(drafted, context)
+            verify, whole = (f"verify_{rows}", setting), ("round", setting)
+            steps[verify] = device_steps.verify(loop, rows)
+            steps[whole] = device_steps.whole_round(loop)
+            least[verify] = cost.total(cost.pass_costs(drafted, context, rows, slots))
+            draft = cost.total(cost.draft_costs(drafted, context, slots))
+            least[whole] = least[verify] + draft
     compile_s = device_steps.compile_all(steps)
     times = device_steps.alternate(steps, count)
     median = device_steps.medians(times)
     records = {
-        name: {
+        case: {
             "ms": seconds * 1e3,
-            "ms_min": min(times[name]) * 1e3,
-            "ms_max": max(times[name]) * 1e3,
-            **limits.shares(least[name], seconds),
-            "temp_mb": steps[name].temp_bytes / 1e6,
+            "ms_min": min(times[case]) * 1e3,
+            "ms_max": max(times[case]) * 1e3,
+            **limits.shares(least[case], seconds),
+            "temp_mb": steps[case].temp_bytes / 1e6,
             "compile_s_all": compile_s,
         }
-        for name, seconds in median.items()
+        for case, seconds in median.items()
     }
-    if drafted is not None:
-        records["ratios"] = {
-            "verify_over_decode": median[verify] / median["verify_1"],
-            "round_over_decode": median["round"] / median["decode"],
-            "draft_and_accept_ms": (median["round"] - median[verify]) * 1e3,
-        }
-    for engine in (plain, drafted):
-        if engine is not None:
-            device_steps.forget(engine.loop)
+    for setting, (plain, drafted) in pairs.items():
+        device_steps.forget(plain.loop)
+        if drafted is not None:
+            device_steps.forget(drafted.loop)
+            verify = median[f"verify_{drafted.loop.num_rows}", setting]
+            whole = median["round", setting]
+            records["ratios", setting] = {
+                "verify_over_decode": verify / median["verify_1", setting],
+                "round_over_decode": whole / median["decode", setting],
+                "draft_and_accept_ms": (whole - verify) * 1e3,
+            }
     return records
 
 
@@ -169,8 +185,8 @@ def steady(served: list[Served], steps: list[EngineStep], queued_ms: float) -> d
     }
 
 
-def _measure(base: Engine, context: int, batch: int, limits: Limits) -> Mapping[str, dict]:
-    """All records of one context and batch, by case."""
+def _measure(base: Engine, context: int, batch: int, limits: Limits) -> Mapping[Case, dict]:
+    """All records of one context and batch."""
     room = max(device_steps.ROOM, _TOKENS.value)
     sizes = {"max_batch": batch, "max_context": device_steps.with_room(base, context, room)}
     plain = base.variant(engine=sizes, decode={"drafter": "none"})
@@ -182,12 +198,19 @@ def _measure(base: Engine, context: int, batch: int, limits: Limits) -> Mapping[
             "simulate_acceptance": _ACCEPTANCE.value,
         }
         drafted = base.variant(engine=sizes, decode=decode)
-    records = queued_rows(plain, drafted, context, _STEPS.value, limits)
+    pairs = {"": (plain, drafted)}
+    if _AGAINST.value:
+        given = read_settings(None, [_AGAINST.value]).given
+        against = {name: value for name, (value, _) in given.items()}
+        pairs[_AGAINST.value] = plain.variant(**against), drafted and drafted.variant(**against)
+    records = queued_rows(pairs, context, _STEPS.value, limits)
+    del pairs  # and the caches of what was only timed
     if _STREAMS.value:
         for engine, case in ((plain, "decode"), (drafted, "round")):
             if engine is not None:
-                row = stream_row(engine, context, _TOKENS.value, records[case]["ms"], limits)
-                records[f"engine_{case}"] = row
+                queued_ms = records[case, ""]["ms"]
+                row = stream_row(engine, context, _TOKENS.value, queued_ms, limits)
+                records[f"engine_{case}", ""] = row
                 device_steps.forget(engine.loop)
     return records
 
@@ -206,11 +229,12 @@ def main() -> int:
     batches = command.whole_numbers("batches", _BATCHES.value)
     for context in contexts:
         for batch in batches:
-            for case, record in _measure(base, context, batch, limits).items():
+            for (case, against), record in _measure(base, context, batch, limits).items():
                 records.add(
                     bench="latency", case=case, model=base.config.model, dtype=base.config.dtype,
                     global_layers=base.config.cache.global_layers,
-                    uniform_rows=base.config.decode.uniform_rows, context=context, batch=batch,
+                    uniform_rows=base.config.decode.uniform_rows, against=against,
+                    context=context, batch=batch,
                     drafter=_DRAFTER.value if "round" in case else "none", **record,
                 )  # fmt: skip
                 is_wrong |= bool(record.get("lost") or record.get("compilations"))

@@ -35,6 +35,7 @@ def name_of(row: Mapping[str, Any]) -> str:
     switches = ["v_rot"] if row["global_layers"] == "v_rot" else []
     if rows := row.get("uniform_rows"):
         switches.append(f"{rows} uniform rows")
+    switches += [against] if (against := row.get("against")) else []
     return ", ".join([row["case"].removeprefix("engine_"), *switches])
 
 

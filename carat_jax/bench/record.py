@@ -22,7 +22,7 @@ from carat_jax.bench import command, latency, ring_cost, roofline, serving
 
 # The benchmark of each run and what it is told; the profile last, because it keeps nothing cached.
 RUNS = {
-    "latency": (latency, ("--batches=1,8",)),
+    "latency": (latency, ("--batches=1,8", "--against=products.impl=xla")),
     "uniform": (latency, ("--set=decode.uniform_rows=4",)),
     "long": (latency, ("--context=131072", "--drafter=none")),
     "long_v_rot": (

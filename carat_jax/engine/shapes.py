@@ -20,16 +20,22 @@ MAX_SCORED = 2048
 def compute_options(config: Config, backend: str | None = None) -> ComputeOptions:
     """Which implementations run under these settings on `backend`, by default this machine's.
 
-    Without a named implementation the rule is: the Pallas kernels on a GPU in bfloat16, plain JAX
-    elsewhere.
+    Without a named implementation the rule is: the Pallas kernels on a GPU in bfloat16, products
+    only where theirs was measured to be the faster, and plain JAX elsewhere.
 
     Raises:
       ValueError: the implementation named cannot run here; it is never replaced by another.
     """
-    own, backend = (config.attention.impl, config.moe.impl), backend or jax.default_backend()
+    backend = backend or jax.default_backend()
+
+    def chosen(section: str, kernel: str = "triton", plain: str = "xla") -> str:
+        own = getattr(config, section).impl
+        return _implementation(f"{section}.impl", own, config.dtype, kernel, plain, backend)
+
     return ComputeOptions(
-        impl=_implementation("attention.impl", own[0], config.dtype, "xla", backend),
-        experts=_implementation("moe.impl", own[1], config.dtype, "dense", backend),
+        impl=chosen("attention"),
+        experts=chosen("moe", plain="dense"),
+        products=chosen("products", kernel="measured"),
         is_fused=config.attention.verify == "fused",
         group_heads=config.attention.group_heads,
         # Fused, a key is summed with the rows it came with: another order in verify than in decode.
@@ -48,10 +54,12 @@ def step_options(config: Config, model: ModelConfig, backend: str | None = None)
     )
 
 
-def _implementation(key: str, impl: str | None, dtype: str, plain: str, backend: str) -> str:
+def _implementation(
+    key: str, impl: str | None, dtype: str, kernel: str, plain: str, backend: str
+) -> str:
     """What `key` stands for there: its own value, or by the rule the kernel or `plain` JAX."""
     if impl is None:
-        return "triton" if backend == "gpu" and dtype == "bfloat16" else plain
+        return kernel if backend == "gpu" and dtype == "bfloat16" else plain
     if impl == "triton" and backend != "gpu":
         raise ValueError(f"{key}: 'triton' needs a GPU, this is {backend}; use {plain!r}")
     if impl == "triton" and dtype != "bfloat16":

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from carat_jax.array_types import (
     Array,
+    Branch,
     ExpertIds,
     ExpertWeights,
     Float,
@@ -118,11 +119,11 @@ class Attention(nnx.Module):
         if spec.owns_kv:
             self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, config.rms_norm_eps, dtype)
 
-    def __call__(self, x: Hidden, step: StepContext) -> Hidden:
+    def __call__(self, x: Hidden, step: StepContext) -> Branch:
         """Attends from `x` `[B, T, D]`; writes the layer's cache in `step` if it owns one."""
         spec, group = self.spec, self.group
         with jax.named_scope("qkv"):
-            fused = linear(x, self.qkv_proj.get_value())
+            fused = linear(x, self.qkv_proj.get_value(), products=step.options.products)
         cache = step.caches.get(spec.index)
         keys = cache if spec.owns_kv else step.views[spec.kv_owner]
         if step.slots is None and fits_one_kernel(keys, x.shape[1], group, step.options):
@@ -132,7 +133,9 @@ class Attention(nnx.Module):
             out = self._attend(cache, fused, step)
         with jax.named_scope("o"):
             heads = out.reshape(*x.shape[:2], spec.num_kv_heads, group, spec.head_dim)
-            out = linear(heads, self.o_proj.get_value(), num_in=3)
+            out = linear(
+                heads, self.o_proj.get_value(), 3, step.options.products, step.options.joins_rows
+            )
             return step.taps.put(f"layers.{spec.index}.attn.out", out)
 
     def _append(
@@ -228,13 +231,13 @@ class MLP(nnx.Module):
         )
         self.down_proj = matrix(f"{prefix}.down_proj.weight", mlp, width, ("mlp", "embed"), dtype)
 
-    def __call__(self, x: Hidden) -> Hidden:
-        """Applies the MLP row by row."""
+    def __call__(self, x: Hidden, products: str, in_parts: bool) -> Branch:
+        """Applies the MLP row by row; `products` and `in_parts` are those of `linear`."""
         with jax.named_scope("gate_up"):
-            gate_up = linear(x, self.gate_up_proj.get_value())
+            gate_up = linear(x, self.gate_up_proj.get_value(), products=products)
             gated = gelu_gate(gate_up[..., 0, :], gate_up[..., 1, :])
         with jax.named_scope("down"):
-            return linear(gated, self.down_proj.get_value())
+            return linear(gated, self.down_proj.get_value(), 1, products, in_parts)
 
 
 class PerLayerInput(nnx.Module):
@@ -318,7 +321,9 @@ class DecoderLayer(nnx.Module):
         attended, norm = self.self_attn(normed, step), self.post_attention_layernorm
         x, normed, *for_experts = add_norm(x, attended, norm, before, step.options)
         with jax.named_scope("mlp"):
-            branch = step.taps.put(f"{name}.mlp.out", self.mlp(normed))
+            in_parts = step.options.joins_rows and self.experts is None
+            branch = self.mlp(normed, step.options.products, in_parts)
+            step.taps.put(f"{name}.mlp.out", branch)
             if self.experts is not None:
                 routed = self._route(x, step)
                 if step.options.joins_experts and self.per_layer_input is None:
@@ -376,7 +381,7 @@ class DecoderLayer(nnx.Module):
 
 def add_norm(
     x: Hidden,
-    branch: Hidden,
+    branch: Branch,
     norm: RMSNorm,
     next_norms: Sequence[RMSNorm],
     options: ComputeOptions,

@@ -16,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from carat_jax.array_types import Array, Float, Int
+from pallas_kernels import few_row_parts, few_row_product, tiles
 
 
 def precision(dtype: DTypeLike) -> lax.Precision | None:
@@ -79,21 +80,47 @@ def rotate(
     return turned.astype(dtype or x.dtype)
 
 
-def linear(x: Float[Array, "..."], weight: Any, num_in: int = 1) -> Array:
+def linear(
+    x: Float[Array, "..."],
+    weight: Any,
+    num_in: int = 1,
+    products: str = "xla",
+    in_parts: bool = False,
+) -> Array:
     """Product of the last `num_in` axes of `x` with the first `num_in` axes of `weight`.
 
     Every product with a weight goes through here, so that a weight stored in another form than a
     plain array needs one more case in this function and nowhere else.
+
+    Args:
+      x: the rows.
+      weight: the parameter.
+      num_in: axes that are summed over.
+      products: who multiplies few rows, as in `ComputeOptions`.
+      in_parts: return what the kernel's splits leave, `[S, ...]`, for `residual_norm` to sum. A
+        product without parts is returned whole.
     """
     if not isinstance(weight, jax.Array):
         raise TypeError(f"no product with a weight of type {type(weight).__name__}")
-    lead, out_shape = x.shape[: x.ndim - num_in], weight.shape[num_in:]
+    shape = *x.shape[: x.ndim - num_in], *weight.shape[num_in:]
     width = int(np.prod(weight.shape[:num_in]))
     # One flat product: XLA chooses its matrix kernels by the two-dimensional shape.
-    out = jnp.matmul(
-        x.reshape(*lead, width), weight.reshape(width, -1), precision=precision(x.dtype)
-    )
-    return out.reshape(*lead, *out_shape)
+    x, weight = x.reshape(*x.shape[: x.ndim - num_in], width), weight.reshape(width, -1)
+    impl = _few_row_impl(products, x.size // width, *weight.shape)
+    if impl == "xla":
+        return jnp.matmul(x, weight, precision=precision(x.dtype)).reshape(shape)
+    if not in_parts:
+        return few_row_product(x, weight, impl=impl).reshape(shape)
+    parts = few_row_parts(x, weight, impl=impl)
+    return parts.reshape(len(parts), *shape)
+
+
+def _few_row_impl(products: str, rows: int, inputs: int, outputs: int) -> str:
+    """Who multiplies: "xla", or the kernel of few rows by "triton" or "interpret"."""
+    if products == "measured":
+        wins = tiles.few_rows_win(rows=rows, inputs=inputs, outputs=outputs)
+        return "triton" if wins else "xla"
+    return products if rows <= tiles.MAX_FEW_ROWS else "xla"
 
 
 def embed(tokens: Int[Array, "B T"], table: Float[Array, "V D"], factor: float) -> Array:

@@ -18,6 +18,8 @@ class ComputeOptions:
       is_fused: one kernel a layer instead of scores, softmax and values one after the other.
       group_heads: query heads of one KV head form one matrix.
       fuse_rows: norms, RoPE, cache writes and residual sums join their neighbours' kernels.
+      products: a layer's products of few rows by "xla", by the Pallas kernel, "triton" or
+        "interpret", or by the kernel where it was "measured" to be the faster.
       num_keys: keys a global layer's three separate stages look at; None looks at the whole cache.
       experts: products of a mixture's experts: "dense" or "ragged_dot" in plain JAX, or the Pallas
         kernel, "triton" or "interpret"; see `numerics.experts`.
@@ -27,6 +29,7 @@ class ComputeOptions:
     is_fused: bool = True
     group_heads: bool = True
     fuse_rows: bool = True
+    products: str = "xla"
     num_keys: int | None = None
     experts: str = "dense"
 

@@ -147,7 +147,10 @@ def test_plain_text_on_the_command_line_is_literal():
         ("decode.max_tokens", "did you mean sampling.max_tokens?"),
         ("modle", "did you mean model?"),
         ("cach.local_layers", "did you mean cache.local_layers?"),
-        ("qqqq", "known keys: model, dtype, sampling, cache, attention, moe, decode, engine"),
+        (
+            "qqqq",
+            "known keys: model, dtype, sampling, cache, attention, products, moe, decode, engine",
+        ),
         ("cache.zzzzzz", "known keys: cache.local_layers, cache.global_layers"),
     ],
 )

@@ -24,6 +24,7 @@ SWITCHES = {
     "three_stage_v_rot": {"attention.verify": "three_stage", "cache.global_layers": "v_rot"},
     "per_head": {"attention.group_heads": False},
     "single_operations": {"attention.fuse_rows": False},
+    "few_row_products": {"products.impl": KERNELS},
     "ngram": {"decode.drafter": "ngram", "decode.draft_len": 4},
     "assistant": {"decode.drafter": "assistant", "decode.draft_len": 3},
     "uniform_rows": {"decode.uniform_rows": 4},

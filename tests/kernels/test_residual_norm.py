@@ -108,6 +108,23 @@ def test_the_sum_and_its_norms(name, impl, scaled):
     check(name, impl, np.float32, 1e-6, scaled=scaled)
 
 
+def check_parts(impl, rows=(2, 3), width=160):
+    """A branch in parts gives what their sum, rounded once, gives."""
+    x, branch, *others = residual_inputs(rows, width, jnp.bfloat16)
+    rng = np.random.default_rng(3)
+    first, second = rng.standard_normal((2, *x.shape)).astype(np.float32)
+    parts = np.stack([first, second, np.asarray(branch, np.float32)])
+    summed = jnp.asarray((parts[0] + parts[1]) + parts[2], jnp.bfloat16)
+    results = residual(impl)(x, jnp.asarray(parts), *others)
+    for got, want in zip(results, residual(impl)(x, summed, *others), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("impl", ["xla", "interpret"])
+def test_a_branch_in_parts_is_their_sum(impl):
+    check_parts(impl)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_bfloat16_rounds_where_the_plain_code_rounds(name):
     check(name, "interpret", jnp.bfloat16, 1e-3)
@@ -155,3 +172,9 @@ def test_both_lower_under_their_names(device):
 @pytest.mark.parametrize("name", KERNELS)
 def test_triton_sums_and_norms(name, width):
     check(name, "triton", jnp.bfloat16, 2e-3, rows=(3, 4), width=width)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_triton_sums_a_branch_in_parts():
+    check_parts("triton", rows=(3, 4), width=5376)
