@@ -313,8 +313,8 @@ MAX_FEW_ROWS = 32
 def few_row_tile(*, rows: int, inputs: int, outputs: int, device: str) -> ProductTile:
     """A product of few rows: 128 columns a program, and splits to give every multiprocessor one.
 
-    The 31B's products of 32 rows in a race with XLA's: q, k and v 51 us and 58, o 30 and 34, down
-    62 and 67; of 4 rows 47 and 51, 28 and 30, 61 and 64.
+    The 31B's products of 32 rows against XLA's: q, k and v 48.1 us and 50.5, o 28.7 and 29.9, down
+    62.2 and 66.6; of 4 rows they take as long. Narrower tiles and more splits were slower.
     """
     memory, multiprocessors = limits(device)
     columns, block = min(128, outputs & -outputs), min(128, inputs & -inputs)
@@ -327,8 +327,8 @@ def few_row_tile(*, rows: int, inputs: int, outputs: int, device: str) -> Produc
 def few_rows_win(*, rows: int, inputs: int, outputs: int) -> bool:
     """Whether the kernel of few rows beats XLA's product: a large weight and not too wide.
 
-    A verify pass of the 31B's 8 x 4 rows takes 18.87 ms with it and 19.33 without. Of its gate and
-    up, 43,008 columns, XLA's product is the faster: 120 us against 124; steps of at most 16 rows
-    take as long either way, as do those of E4B and 26B-A4B.
+    A verify pass of the 31B's 8 x 4 rows takes 18.68 ms with it and 19.29 without. Of its gate and
+    up, 43,008 columns, XLA's product is the faster: 113.5 us against 128.8; steps of at most 16
+    rows take as long either way, as do those of E4B and 26B-A4B.
     """
     return rows <= MAX_FEW_ROWS and inputs * outputs >= 2**24 and outputs <= 2**15

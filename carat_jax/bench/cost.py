@@ -1,6 +1,7 @@
 """The least a step has to do: bytes to read and operations, by layer kind and part.
 
-Weights count by their declared leaves, each read once a pass; keys and values count where a query
+Weights count by their declared leaves, each read once a pass, of a table that is only looked up the
+rows that are; keys and values count where a query
 may see them. What an implementation moves beyond that (a cache read whole, activations) is its own
 affair and shows as a share of the limit below one. Kinds and parts are those of `kernel_trace`.
 """
@@ -59,7 +60,10 @@ def pass_costs(
         if names[0] == "layers":
             kind = _kind(model.layer(int(names[1])))
         used = logit_rows if kind == "head" and logit_rows is not None else rows
-        if "experts" in names:
+        if names[-1] == "embed_tokens_per_layer":
+            looked_up = min(1.0, rows * slots / model.vocab_size_per_layer_input)
+            costs[kind, "rest"] += Cost(leaf.nbytes * looked_up)
+        elif "experts" in names:
             costs[kind, "experts"] += _experts(leaf, model.layer(int(names[1])), rows * slots)
         else:
             costs[kind, _part(names)] += _product(leaf, used * slots)

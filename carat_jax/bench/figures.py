@@ -287,7 +287,8 @@ def _layouts(rows: list[Row]) -> list[Row]:
 
 
 def _phases(rows: list[Row]) -> list[Row]:
-    found = [row for row in rows if row.get("bench") == "roofline" and "of_limit" in row]
+    of_31b = {"bench": "roofline", "model": "random:31b"}
+    found = [row for row in rows if of_31b.items() <= row.items() and "of_limit" in row]
     steps = [row for row in found if row["kind"] == "step"]
     latest = {(row["phase"], row["batch"]): row for row in steps}
     return list(latest.values())

@@ -15,7 +15,7 @@ without it rows are only printed.
 
 import dataclasses
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +185,10 @@ def steady(served: list[Served], steps: list[EngineStep], queued_ms: float) -> d
     }
 
 
-def _measure(base: Engine, context: int, batch: int, limits: Limits) -> Mapping[Case, dict]:
-    """All records of one context and batch."""
+def _measure(
+    base: Engine, context: int, batch: int, limits: Limits
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """All records of one context and batch, each once it is known: a long prefill may be cut."""
     room = max(device_steps.ROOM, _TOKENS.value)
     sizes = {"max_batch": batch, "max_context": device_steps.with_room(base, context, room)}
     plain = base.variant(engine=sizes, decode={"drafter": "none"})
@@ -203,16 +205,16 @@ def _measure(base: Engine, context: int, batch: int, limits: Limits) -> Mapping[
         given = read_settings(None, [_AGAINST.value]).given
         against = {name: value for name, (value, _) in given.items()}
         pairs[_AGAINST.value] = plain.variant(**against), drafted and drafted.variant(**against)
-    records = queued_rows(pairs, context, _STEPS.value, limits)
+    queued = queued_rows(pairs, context, _STEPS.value, limits)
+    yield from queued.items()
     del pairs  # and the caches of what was only timed
     if _STREAMS.value:
         for engine, case in ((plain, "decode"), (drafted, "round")):
             if engine is not None:
-                queued_ms = records[case, ""]["ms"]
+                queued_ms = queued[case, ""]["ms"]
                 row = stream_row(engine, context, _TOKENS.value, queued_ms, limits)
-                records[f"engine_{case}", ""] = row
+                yield (f"engine_{case}", ""), row
                 device_steps.forget(engine.loop)
-    return records
 
 
 def main() -> int:
@@ -229,7 +231,7 @@ def main() -> int:
     batches = command.whole_numbers("batches", _BATCHES.value)
     for context in contexts:
         for batch in batches:
-            for (case, against), record in _measure(base, context, batch, limits).items():
+            for (case, against), record in _measure(base, context, batch, limits):
                 records.add(
                     bench="latency", case=case, model=base.config.model, dtype=base.config.dtype,
                     global_layers=base.config.cache.global_layers,

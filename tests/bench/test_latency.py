@@ -113,6 +113,21 @@ def test_a_mixture_reads_the_experts_that_its_tokens_take():
     assert four.flops == pytest.approx(4 * one.flops)
 
 
+def test_a_table_of_inputs_by_layer_is_looked_up_and_not_read():
+    model = FAMILIES["e4b"]
+    _, target = leaves(Gemma4(model, jnp.bfloat16))
+    loop = SimpleNamespace(_params={"target": target})
+    engine = SimpleNamespace(model=model, config=read_settings().build(), loop=loop)
+    costs = cost.pass_costs(engine, 1000, rows=4, slots=2)
+    attend = cost.total({key: c for key, c in costs.items() if key[1] == "attend"})
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target))
+    # 42 layers of 256 numbers for each of 262,144 ids, of which 8 are wanted.
+    table = 262_144 * 42 * 256 * 2
+    assert cost.total(costs).bytes - attend.bytes == weights - table + 8 * 42 * 256 * 2
+    matrices = cost.total({k: c for k, c in costs.items() if k[1] not in ("attend", "norm")})
+    assert matrices.flops == pytest.approx(8 * (weights - table), rel=1e-3)
+
+
 def test_shares_are_of_whichever_limit_binds():
     limits = latency.Limits(bytes_per_s=4e12, flops_per_s=800e12)
     told = limits.shares(Cost(60e9, 80e12), 0.2)
