@@ -13,7 +13,7 @@ Positions are absolute everywhere and start at 0. Annotations are checked at run
 tests, which import the package through jaxtyping's hook, and cost nothing elsewhere.
 """
 
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 
 Tokens = Int[Array, "B T"]
 Positions = Int[Array, "B T"]
@@ -46,6 +46,7 @@ __all__ = [
     "Mask",
     "Positions",
     "Queries",
+    "Shaped",
     "Slots",
     "Tokens",
     "UInt",

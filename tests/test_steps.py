@@ -5,6 +5,7 @@ neighbour, its padding and its unused memory change nothing.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import pytest
 
 from carat_jax.cache.bank import CacheKinds, rollback
 from carat_jax.decoding.steps import SamplerKind
+from carat_jax.model.gemma4 import Gemma4
+from carat_jax.model.params import merge, split
 from tests.oracle import Reference, log_softmax, top2_gap
 from tests.toy_model import MAX_ROWS, build, poison, toy
 from tests.toys import CONFIGS, make_ids, make_weights
@@ -90,20 +93,63 @@ def test_a_row_does_not_depend_on_its_slot_or_neighbours(order, sequences):
         np.testing.assert_array_equal(moved[row], alone[i])
 
 
-def test_prefill_in_padded_chunks_gives_the_last_rows_logits(sequences):
-    model = toy("T4")
-    params, steps = model.params, model.steps
-    for chunk in (W + 1, 50):
+def prefill(model, state, slot, ids, chunk):
+    """Prefills a slot in chunks; the state and the logits after the last id."""
+    for first in range(0, len(ids), chunk):
+        part = ids[first : first + chunk]
+        tokens = np.array([part + [9] * (chunk - len(part))], np.int32)
+        state, logits = model.steps.prefill(
+            model.params, state, tokens, np.array([len(part)]), np.array([slot])
+        )
+    return state, np.asarray(logits)
+
+
+@pytest.mark.parametrize("name", ["T4", "T4e"])
+def test_prefill_in_padded_chunks_gives_the_last_rows_logits(name, sequences):
+    model = toy(name)
+    for chunk in (3, W + 1, 50):
         state = model.state()
         for slot, ids in enumerate(sequences):
-            for first in range(0, len(ids), chunk):
-                part = ids[first : first + chunk]
-                tokens = np.array([part + [9] * (chunk - len(part))], np.int32)
-                state, logits = steps.prefill(
-                    params, state, tokens, np.array([len(part)]), np.array([slot])
-                )
-            assert_logits(np.asarray(logits), model.reference.logits(ids)[-1])
+            state, logits = prefill(model, state, slot, ids, chunk)
+            assert_logits(logits, model.reference.logits(ids)[-1])
         assert state.bank.lengths.tolist() == [len(ids) for ids in sequences]
+
+
+@pytest.mark.parametrize("kind", ["ring", "paged", "full"])
+def test_layers_that_own_no_keys_run_for_the_last_row_of_a_prompt_alone(kind, sequences):
+    # given the same prompt with every row through every layer
+    model, kinds = toy("T4e"), CacheKinds(kind, "kv")
+    graph, _ = split(Gemma4(model.config, jnp.float32))
+
+    @functools.partial(jax.jit, static_argnames="only_last")
+    def run(bank, tokens, num_valid, slots, only_last):
+        net = merge(graph, model.params["target"])
+        return net(tokens, bank, num_valid, slots, only_last=only_last)
+
+    # when
+    for chunk in (3, 20):
+        banks = [model.bank(kinds=kinds)] * 2
+        for first in range(0, 60, chunk):
+            part = sequences[0][first : first + chunk]
+            tokens, count = np.array([part], np.int32), np.array([max(1, len(part) - 1)])
+            slots = np.array([1])
+            (every, full), (last, short) = (
+                run(bank, tokens, count, slots, only_last)
+                for bank, only_last in zip(banks, (False, True), strict=True)
+            )
+            banks = [full, short]
+            # then the last real row and the caches are the same
+            assert last.shape[1] == 1
+            np.testing.assert_allclose(last[0, 0], every[0, count[0] - 1], rtol=0, atol=2e-5)
+            for one, other in zip(*map(jax.tree.leaves, (full, short)), strict=True):
+                np.testing.assert_array_equal(one, other)
+    # and the arithmetic of the other rows is gone
+    arrays = model.bank(kinds=kinds), np.ones((1, 50), np.int32), np.array([50]), slots
+    every, last = (run.lower(*arrays, only_last=only).compile() for only in (False, True))
+    spared = every.cost_analysis()["flops"] - last.cost_analysis()["flops"]
+    borrowers = (model.params["target"]["layers"][i] for i in (4, 5))
+    weights = sum(leaf.size for leaf in jax.tree.leaves(list(borrowers)) if leaf.ndim > 1)
+    assert spared > 49 * 2 * weights
 
 
 @pytest.mark.parametrize("name", ["T4", "T4e"])

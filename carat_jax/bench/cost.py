@@ -51,27 +51,30 @@ def pass_costs(
 ) -> dict[tuple[str, str], Cost]:
     """The target's pass over `rows` new positions of each of `slots` slots after `context`.
 
-    The logits of `logit_rows` rows a slot count: of all unless given, of 1 in a prefill.
+    The logits of `logit_rows` rows a slot count: of all unless given, of 1 in a prefill. Layers
+    that own no keys have to run for those rows alone.
     """
     model, costs = engine.model, defaultdict(Cost)
+    logit_rows = rows if logit_rows is None else logit_rows
     for path, leaf in jax.tree.leaves_with_path(engine.loop._params["target"]):
         names = _names(path)
-        kind = "head" if names[-1] == "embed_tokens" else "rest"
+        kind, used = ("head", logit_rows) if names[-1] == "embed_tokens" else ("rest", rows)
         if names[0] == "layers":
-            kind = _kind(model.layer(int(names[1])))
-        used = logit_rows if kind == "head" and logit_rows is not None else rows
+            layer = model.layer(int(names[1]))
+            kind, used = _kind(layer), rows if layer.owns_kv else logit_rows
         if names[-1] == "embed_tokens_per_layer":
             looked_up = min(1.0, rows * slots / model.vocab_size_per_layer_input)
             costs[kind, "rest"] += Cost(leaf.nbytes * looked_up)
         elif "experts" in names:
-            costs[kind, "experts"] += _experts(leaf, model.layer(int(names[1])), rows * slots)
+            costs[kind, "experts"] += _experts(leaf, layer, used * slots)
         else:
             costs[kind, _part(names)] += _product(leaf, used * slots)
     for layer in model.layers:
         owner = model.layer(layer.kv_owner)
         heads = model.num_attention_heads
+        used = rows if layer.owns_kv else logit_rows
         costs[_kind(layer), "attend"] += _attention(
-            engine, owner, heads, layer.window, context, rows, slots
+            engine, owner, heads, layer.window, context + rows - used, used, slots
         )
     return dict(costs)
 

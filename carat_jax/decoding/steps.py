@@ -170,8 +170,8 @@ def build_steps(
         params: Any, state: DecodeState, tokens: Tokens, num_valid: Lengths, slot: Slots
     ) -> tuple[DecodeState, Float[Array, "V"]]:
         model, starts = merge(graph, params["target"]), state.bank.lengths[slot]
-        hidden, bank = model(tokens, state.bank, num_valid, slot, options.compute)
-        last = hidden[0, jnp.maximum(num_valid[0] - 1, 0)]
+        hidden, bank = model(tokens, state.bank, num_valid, slot, options.compute, only_last=True)
+        last = hidden[0, 0]
         state = dataclasses.replace(
             state,
             bank=bank,

@@ -40,7 +40,6 @@ from carat_jax.model.checkpoint import load_params
 from carat_jax.model.decoder_layer import (
     DecoderLayer,
     RMSNorm,
-    StepContext,
     layer_frequencies,
     run_layers,
 )
@@ -48,6 +47,7 @@ from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.json_file import read_json
 from carat_jax.model.load_hf import Placement
 from carat_jax.model.params import TensorSource, matrix, param, split
+from carat_jax.model.step_context import StepContext
 from carat_jax.model.taps import NO_TAPS
 from carat_jax.numerics.attention import KeyView, RotatedView
 from carat_jax.numerics.layers import embed, linear, precision, rope_tables, tied_head

@@ -22,40 +22,18 @@ from carat_jax.array_types import (
     ExpertWeights,
     Float,
     Hidden,
-    Int,
-    Lengths,
     Queries,
-    Slots,
 )
 from carat_jax.cache.append import Projection, append_attend, borrow_attend, fits_one_kernel
 from carat_jax.cache.bank import Cache
 from carat_jax.families import LayerSpec, ModelConfig
 from carat_jax.model.moe import Experts, Router
 from carat_jax.model.params import TensorSource, matrix, param, vector
-from carat_jax.model.taps import Taps
+from carat_jax.model.step_context import StepContext
 from carat_jax.numerics.attention import ChunkView, KeyView, RotatedView, attend
 from carat_jax.numerics.layers import gelu_gate, linear, rms_norm, rope_frequencies, rotate
 from carat_jax.numerics.options import ComputeOptions
 from pallas_kernels.residual_norm import mixture_norm, residual_norm
-
-
-@dataclasses.dataclass
-class StepContext:
-    """What every layer of one step shares.
-
-    `views` collects, by owning layer, what queries may look at, for the layers that borrow it;
-    `taps` the arrays that a trace wants.
-    """
-
-    starts: Lengths
-    num_valid: Lengths
-    slots: Slots | None
-    options: ComputeOptions
-    positions: Int[Array, "B T"]
-    rope: dict[bool, tuple[Array, Array]]
-    caches: dict
-    views: dict[int, KeyView | RotatedView]
-    taps: Taps
 
 
 class RMSNorm(nnx.Module):
@@ -404,11 +382,26 @@ def run_layers(
     step: StepContext,
     final_norm: RMSNorm,
     scope: str,
-) -> Hidden:
-    """The final-normed state after all `layers`; `scope` names each in profiles."""
+    last_rows_from: int | None = None,
+) -> Float[Array, "B rows D"]:
+    """The final-normed state after all `layers`, `[B, T, D]` or of last rows `[B, 1, D]`.
+
+    Args:
+      layers: in order.
+      x: the residual stream `[B, T, D]`.
+      per_layer: the layers' inputs.
+      step: what the layers share.
+      final_norm: the norm after the last one.
+      scope: names each in profiles.
+      last_rows_from: the layer from which on each slot's last real row alone runs; None is none.
+    """
     normed = layers[0].input_layernorm(x)
     next_norms = [*(layer.input_layernorm for layer in layers[1:]), final_norm]
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+        if index == last_rows_from:
+            x, normed = step.last_rows(x), step.last_rows(normed)
+            per_layer = None if per_layer is None else step.last_rows(per_layer)
+            step = step.of_last_rows()
         with jax.named_scope(f"{scope}_{index}"):
             inputs = None if per_layer is None else per_layer[:, :, index]
             x, normed = layer(x, normed, inputs, step, next_norm)

@@ -128,6 +128,21 @@ def test_a_table_of_inputs_by_layer_is_looked_up_and_not_read():
     assert matrices.flops == pytest.approx(8 * (weights - table), rel=1e-3)
 
 
+def test_layers_that_own_no_keys_run_for_one_row_of_a_prompt():
+    model = FAMILIES["e2b"]
+    _, target = leaves(Gemma4(model, jnp.bfloat16))
+    loop = SimpleNamespace(_params={"target": target})
+    engine = SimpleNamespace(model=model, config=read_settings().build(), loop=loop)
+    prompt = cost.pass_costs(engine, 0, 2000, logit_rows=1)
+    # Layers 0 to 14 have an MLP of 6,144, 15 to 34 one of 12,288; every fifth is global.
+    down = 1536 * 6144 * (12 * 2000 + 16 * 2) * 2
+    assert prompt["local", "down"].flops == down
+    # The last row of 4 global layers sees all 2,000 keys; of 3 that own theirs every row does.
+    heads, dim = 8, 512
+    rows = 3 * 2000 * 2001 // 2 + 4 * 2000
+    assert prompt["global", "attend"].flops == 4 * heads * dim * rows
+
+
 def test_shares_are_of_whichever_limit_binds():
     limits = latency.Limits(bytes_per_s=4e12, flops_per_s=800e12)
     told = limits.shares(Cost(60e9, 80e12), 0.2)
