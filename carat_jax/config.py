@@ -144,7 +144,7 @@ class ProductsConfig(Section):
     Attributes:
       impl: `xla` leaves every product to XLA; `triton` or `interpret` is the Pallas kernel for
         those of at most 32 rows, the products of decode and verify. null is the kernel where it was
-        measured to be the faster, on a GPU in bfloat16, and `xla` elsewhere.
+        measured to be no slower, on a GPU in bfloat16, and `xla` elsewhere.
     """
 
     PREFIX = "products."

@@ -168,10 +168,9 @@ def _grid(node: yaml.Node, path: Any) -> list[dict[str, tuple[Any, str]]]:
 
 
 def _names(tried: Sequence[Mapping]) -> list[str]:
-    """`pad_keys=64`: the last part of each key where that tells them apart."""
-    keys = sorted({key for values in tried for key in values})
-    last = [key.rpartition(".")[2] for key in keys]
-    short = {k: n if last.count(n) == 1 else k for k, n in zip(keys, last, strict=True)}
+    """`pad_keys=64`: the last part of each key where no other setting has the same."""
+    last = [key.rpartition(".")[2] for key in KEYS]
+    short = {k: n if last.count(n) == 1 else k for k, n in zip(KEYS, last, strict=True)}
     return [", ".join(f"{short[k]}={_word(v)}" for k, (v, _) in t.items()) for t in tried]
 
 

@@ -14,12 +14,12 @@ _COLUMNS = (
 
 _NOTES = """\
 Times are medians of {rounds} rounds, each raced against the base in the same process; *against
-base* is the base's time over the variant's, above 1 faster. *accepted*: tokens a round commits.
-*GB/s*: the bytes a round has to read at least (weights once, the visible keys and values) over its
-time; *limit*: reading a large array once in the same run, {read} GB/s. *compile s*: how much longer
-the first call took. Exactness is against {reference}: the largest difference of a log-probability
-at any place of the variant's own text, and the first token that differs from the reference's text.
-Rows with the same *text* wrote the same ids."""
+base* is the base's time beside it, in brackets, over the variant's, above 1 faster. *accepted*:
+tokens a round commits. *GB/s*: the bytes a round has to read at least (weights once, the visible
+keys and values) over its time; *limit*: reading a large array once in the same run, {read} GB/s.
+*compile s*: how much longer the first call took. Exactness is against {reference}: the largest
+difference of a log-probability at any place of the variant's own text, and the first token that
+differs from the reference's text. Rows with the same *text* wrote the same ids."""
 _ROUNDED = """\
 The weights in float32 do not fit beside the model's own, so the reference rounds as well: the
 differences are those of two roundings, and the first token that differs is no fault of either."""
@@ -63,7 +63,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [
         row["variant"],
         _number(row["ms_token"]),
-        f"{row['speedup']:.2f} x",
+        f"{row['speedup']:.2f} x ({_number(row['base_ms_token'])})",
         _number(row["tokens_s"]),
         f"{row['accepted']:.2f}",
         _number(row["ms_round"]),

@@ -3,15 +3,18 @@
 Shapes of Gemma 4 31B and 12B, bfloat16, random numbers; what a cache holds past its length is NaN.
 Every variant is checked against the float32 oracle before it is timed. Records go to --out as JSON
 lines; figures are microseconds a layer, gross and net of the empty chain that is recorded too.
+
+    python -m carat_jax.bench.kernels --out kernels.jsonl
+    python -m carat_jax.bench.kernels --cases padding --counts 5960:6081:1 --out padding.jsonl
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
+from absl import flags, logging
 
-from carat_jax.bench import baselines, measure
+from carat_jax.bench import baselines, command, measure
 from carat_jax.bench.expert_kernels import expert_tile_candidates, experts
 from carat_jax.bench.kernel_race import (
     CAPACITY,
@@ -38,12 +41,17 @@ CASES = (
     *("grouped", "rows", "ring", "layouts", "padding", "prefill", "torch", "tiles"),
     *("slots", "products", "experts", "expert_tiles"),
 )
-_CASES = flags.DEFINE_list("cases", list(CASES), "which measurements to run")
-_OUT = flags.DEFINE_string("out", None, "file to append JSON lines to")
-_COMMIT = flags.DEFINE_string("commit", None, "commit to record where there is no git")
-_CONTEXTS = flags.DEFINE_list("contexts", ["6005", "32005", "131005"], "keys of `grouped`")
-_COUNTS = flags.DEFINE_string("counts", "5960:6081:1", "key counts of `padding`: from:to:step")
-_ROWS = flags.DEFINE_list("rows", ["1", "4", "8", "64"], "tokens of `experts`")
+_FLAGS = flags.FlagValues()
+_own = {"flag_values": _FLAGS}
+_CASES = flags.DEFINE_list("cases", list(CASES), "Which measurements to run.", **_own)
+_OUT = flags.DEFINE_string("out", None, "File that JSON lines are appended to.", **_own)
+_COMMIT = flags.DEFINE_string("commit", None, "Commit of the code, where there is no git.", **_own)
+_CONTEXTS = flags.DEFINE_list("contexts", ["6005", "32005", "131005"], "Keys of `grouped`.", **_own)
+_COUNTS = flags.DEFINE_string(
+    "counts", "5960:6081:1", "Key counts of `padding`, from:to:step.", **_own
+)
+_ROWS = flags.DEFINE_list("rows", ["1", "4", "8", "64"], "Tokens of `experts`.", **_own)
+flags.DEFINE_boolean("help", False, "Print this.", **_own)
 _GIB = 2**30
 GLOBAL_12B = {"heads": 16, "kv_heads": 1, "head_dim": 512}
 ROTATED, LAYERS = 128, 50
@@ -299,16 +307,18 @@ def torch_sdpa(records, keys, num_new=4):
     records.add(**fixed, variant="torch_sdpa", torch=torch.__version__, gross_us=time_us)
 
 
-def main(argv):
+def main():
     """Runs the chosen measurements; refuses on a machine without a GPU."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    unknown = set(_CASES.value) - set(CASES)
-    if unknown:
-        raise app.UsageError(f"--cases: unknown {sorted(unknown)}; known: {', '.join(CASES)}")
+    if unknown := [name for name in _CASES.value if name not in CASES]:
+        raise ValueError(f"--cases: no case {unknown[0]!r}; there are {', '.join(CASES)}")
+    contexts = command.whole_numbers("contexts", _CONTEXTS.value)
+    counts = command.whole_numbers("counts", _COUNTS.value.split(":"))
+    if len(counts) != 3:
+        raise ValueError(f"--counts: {_COUNTS.value!r} is not from:to:step")
+    tokens = command.whole_numbers("rows", _ROWS.value)
     if jax.default_backend() != "gpu":
-        raise app.UsageError("the kernels are measured on a GPU; this machine has none")
-    chosen, contexts = set(_CASES.value), [int(n) for n in _CONTEXTS.value]
+        raise ValueError("the kernels are measured on a GPU; this machine has none")
+    chosen = set(_CASES.value)
     records = measure.Records(_OUT.value, _COMMIT.value)
     ceiling = measure.read_bandwidth()
     records.add(case="read", gb_per_s=ceiling / 1e9)
@@ -337,13 +347,13 @@ def main(argv):
         slot_races(records, jax.devices()[0].device_kind)
     for num_rows in (1, 4, 32) if "products" in chosen else ():
         products(records, ceiling, num_rows)
-    for num_rows in map(int, _ROWS.value if "experts" in chosen else ()):
+    for num_rows in tokens if "experts" in chosen else ():
         experts(records, ceiling, num_rows)
-    for num_rows in map(int, _ROWS.value if "expert_tiles" in chosen else ()):
+    for num_rows in tokens if "expert_tiles" in chosen else ():
         experts(records, ceiling, num_rows, list(expert_tile_candidates(num_rows)))
     if "padding" in chosen:
-        padding(records, range(*(int(n) for n in _COUNTS.value.split(":"))))
+        padding(records, range(*counts))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main, _FLAGS, __doc__)

@@ -97,7 +97,7 @@ def draw(rows: Sequence[Mapping[str, Any]]):
         axis.set_yticks(places, names)
         axis.invert_yaxis()
         axis.set_xlim(right=1.25 * max(row["ms"] for row in shown))
-        axis.set_xlabel("ms a step; in colour: the least its bytes and operations take here")
+        axis.set_xlabel("ms a step; in colour the least that it could take")
         axis.set_title("Queued steps and the limit")
         axis.grid(axis="y", visible=False)
 

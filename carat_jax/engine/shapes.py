@@ -21,7 +21,7 @@ def compute_options(config: Config, backend: str | None = None) -> ComputeOption
     """Which implementations run under these settings on `backend`, by default this machine's.
 
     Without a named implementation the rule is: the Pallas kernels on a GPU in bfloat16, products
-    only where theirs was measured to be the faster, and plain JAX elsewhere.
+    only where theirs was measured to be no slower, and plain JAX elsewhere.
 
     Raises:
       ValueError: the implementation named cannot run here; it is never replaced by another.

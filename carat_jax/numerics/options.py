@@ -19,7 +19,7 @@ class ComputeOptions:
       group_heads: query heads of one KV head form one matrix.
       fuse_rows: norms, RoPE, cache writes and residual sums join their neighbours' kernels.
       products: a layer's products of few rows by "xla", by the Pallas kernel, "triton" or
-        "interpret", or by the kernel where it was "measured" to be the faster.
+        "interpret", or by the kernel where it was "measured" to be no slower.
       num_keys: keys a global layer's three separate stages look at; None looks at the whole cache.
       experts: products of a mixture's experts: "dense" or "ragged_dot" in plain JAX, or the Pallas
         kernel, "triton" or "interpret"; see `numerics.experts`.

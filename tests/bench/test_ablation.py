@@ -238,7 +238,7 @@ def measured(tmp_path_factory):
 
 def test_rows_of_a_real_run_are_exact_complete_and_traceable(measured):
     rows = measured
-    assert list(rows) == ["base", "local_layers=full", "impl=triton"]
+    assert list(rows) == ["base", "local_layers=full", "attention.impl=triton"]
     for name in ("base", "local_layers=full"):
         row = rows[name]
         assert row["max_logprob_difference"] < 1e-4

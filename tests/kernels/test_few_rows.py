@@ -117,6 +117,7 @@ def test_it_lowers_under_its_name_and_in_its_memory(device, shape):
         ("measured", 1, (21504, 5376), True),
         ("measured", 32, (5376, 43008), False),  # XLA's is the faster
         ("measured", 4, (2048, 2560), False),
+        ("measured", 8, (1024, 16384), False),  # an assistant's gate and up
         ("triton", 4, (2048, 2560), True),
         ("triton", 33, (2048, 2560), False),
         ("xla", 32, (5376, 16384), False),
