@@ -57,7 +57,7 @@ def expert_shares(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
       float32 [R, k, D]; what it holds where no expert was chosen is undefined.
 
     Raises:
-      ValueError: the shapes contradict each other.
+      ValueError: the shapes, or they and the tiles, contradict each other.
       NotImplementedError: a named impl cannot run this shape, dtype or device.
     """
     rows, hidden = x.shape
@@ -83,6 +83,8 @@ def expert_shares(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
         return reference.expert_shares(x, weights, chosen, gate_up, down)
     device = tiles.current_device()
     tile = tile or tiles.expert_tiles(rows=rows, hidden=hidden, width=width, device=device)
+    tile[0].check("expert_mlp", hidden, width)
+    tile[1].check("expert_mlp", width, hidden)
     return _run(x, weights, chosen, gate_up, down, tile=tile, interpret=impl == "interpret")
 
 

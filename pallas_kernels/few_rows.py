@@ -45,7 +45,7 @@ def few_row_parts(x, weight, *, impl=None, tile=None):
       [S, *rows, N]: float32, or one part in x's dtype where nothing is split.
 
     Raises:
-      ValueError: the shapes contradict each other.
+      ValueError: the shapes, or they and the tile, contradict each other.
       NotImplementedError: a named impl cannot run this shape, dtype or device.
     """
     if weight.ndim != 2 or x.shape[-1] != len(weight):
@@ -66,6 +66,9 @@ def few_row_parts(x, weight, *, impl=None, tile=None):
     tile = tile or tiles.few_row_tile(
         rows=num_rows, inputs=inputs, outputs=outputs, device=tiles.current_device()
     )
+    tile.check("few_row_product", inputs, outputs)
+    if tile.rows < num_rows:
+        raise ValueError(f"few_row_product: {tile} does not hold {num_rows} rows")
     return _run(x, weight, tile=tile, interpret=impl == "interpret")
 
 

@@ -28,8 +28,8 @@ def residual_norm(x, branch, branch_weight, *next_weights, scale=None, eps, impl
 
     Args:
       x: [*rows, D], the residual stream.
-      branch: [*rows, D], what attention or the MLP gave; or float32 [S, *rows, D], its S parts,
-        summed in their order and rounded.
+      branch: [*rows, D], what attention or the MLP gave; or [S, *rows, D], its S parts, which are
+        summed in their order in float32 and rounded.
       branch_weight: [D], of the norm after the branch.
       *next_weights: each [D], of a norm before something that reads the sum.
       scale: [1], the layer's scalar; None is 1.

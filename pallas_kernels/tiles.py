@@ -1,4 +1,4 @@
-"""Tile choices of the attention kernels: data with a computed shared-memory budget.
+"""Tile choices of the kernels: data with a computed shared-memory budget.
 
 A tile is frozen and validated; the choice is a function of the kernel, the shape and the device and
 of nothing that varies at run time, such as a length or who else runs. Key blocks are dealt to the
@@ -273,6 +273,11 @@ class ProductTile:
         if self.splits < 1 or self.stages < 1:
             raise ValueError(f"tile needs splits and stages >= 1: {self}")
 
+    def check(self, kernel: str, inputs: int, outputs: int) -> None:
+        """ValueError where the tile does not divide a product of these sizes."""
+        if inputs % self.block or outputs % self.columns:
+            raise ValueError(f"{kernel}: {self} does not divide {inputs} inputs, {outputs} outputs")
+
     def shared_memory(self, matrices: int, itemsize: int = 2) -> int:
         """Bytes of shared memory of one program that reads `matrices` matrices side by side."""
         buffers = self.stages if self.rows >= 64 else max(1, self.stages - 1)
@@ -316,20 +321,26 @@ def few_row_tile(*, rows: int, inputs: int, outputs: int, device: str) -> Produc
     The 31B's products of 32 rows against XLA's: q, k and v 48.1 us and 50.5, o 28.7 and 29.9, down
     62.2 and 66.6; of 4 rows they take as long. Narrower tiles and more splits were slower.
     """
-    memory, multiprocessors = limits(device)
+    _, multiprocessors = limits(device)
     columns, block = min(128, outputs & -outputs), min(128, inputs & -inputs)
-    shape = {"rows": _rows(rows, MAX_FEW_ROWS), "columns": columns, "block": block, "warps": 4}
     splits = max(1, min(multiprocessors * columns // outputs, inputs // block, 8))
-    fitting = (ProductTile(**shape, stages=depth, splits=splits) for depth in (3, 2, 1))
-    return next(tile for tile in fitting if tile.shared_memory(1) <= memory)
+    return ProductTile(
+        rows=_rows(rows, MAX_FEW_ROWS),
+        columns=columns,
+        block=block,
+        warps=4,
+        stages=3,
+        splits=splits,
+    )
 
 
-def few_rows_win(*, rows: int, inputs: int, outputs: int) -> bool:
-    """Whether the kernel of few rows is at least as fast as XLA: a large weight, not too wide.
+def few_rows_win(*, inputs: int, outputs: int, device: str) -> bool:
+    """Whether the kernel of few rows is no slower than XLA: a large weight that is not too wide.
 
     A verify pass of the 31B's 8 x 4 rows takes 18.68 ms with it and 19.29 without. Of its gate and
     up, 43,008 columns, XLA's product is the faster: 113.5 us against 128.8; steps of at most 16
     rows take as long either way. The assistant's gate and up, 16.8 M numbers, made its draft 0.08
     ms slower.
     """
-    return rows <= MAX_FEW_ROWS and inputs * outputs >= 2**25 and outputs <= 2**15
+    is_known = any(name in device for name in DEVICES) and inputs % 16 == outputs % 16 == 0
+    return is_known and inputs * outputs >= 2**25 and outputs <= 2**15

@@ -126,9 +126,15 @@ def test_layers_that_own_no_keys_run_for_the_last_row_of_a_prompt_alone(kind, se
         net = merge(graph, model.params["target"])
         return net(tokens, bank, num_valid, slots, only_last=only_last)
 
-    # when
-    for chunk in (3, 20):
-        banks = [model.bank(kinds=kinds)] * 2
+    def poisoned(leaf):
+        is_table = jnp.issubdtype(leaf.dtype, jnp.integer)
+        return leaf if is_table else jnp.full_like(leaf, jnp.nan)
+
+    # when, in caches of which nothing but what is written may be looked at
+    for chunk in (3, 20, 50):
+        bank = model.bank(kinds=kinds)
+        bank = dataclasses.replace(bank, layers=jax.tree.map(poisoned, bank.layers))
+        banks = [bank] * 2
         for first in range(0, 60, chunk):
             part = sequences[0][first : first + chunk]
             tokens, count = np.array([part], np.int32), np.array([max(1, len(part) - 1)])

@@ -1,9 +1,9 @@
 """The least a step has to do: bytes to read and operations, by layer kind and part.
 
-Weights count by their declared leaves, each read once a pass, of a table that is only looked up the
-rows that are; keys and values count where a query
-may see them. What an implementation moves beyond that (a cache read whole, activations) is its own
-affair and shows as a share of the limit below one. Kinds and parts are those of `kernel_trace`.
+Weights count by their declared leaves, each read once a pass, but of a table that is looked up the
+rows that are wanted; keys and values count where a query may see them. What an implementation moves
+beyond that (a cache read whole, activations) is its own affair and shows as a share of the limit
+below one. Kinds and parts are those of `kernel_trace`.
 """
 
 import dataclasses

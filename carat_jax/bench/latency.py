@@ -185,6 +185,27 @@ def steady(served: list[Served], steps: list[EngineStep], queued_ms: float) -> d
     }
 
 
+def _against() -> dict[str, Any]:
+    """The setting of --against.
+
+    Raises:
+      ValueError: it is none, or changes more than how a step is computed.
+    """
+    if _AGAINST.value is None:
+        return {}
+    try:
+        given = read_settings(None, [_AGAINST.value]).given
+    except ValueError as error:
+        raise ValueError(str(error).replace("--set:", "--against:", 1)) from None
+    sections = ("cache", "attention", "products", "moe")
+    if bad := [key for key in given if key.partition(".")[0] not in sections]:
+        raise ValueError(
+            f"--against: {bad[0]} is not of {', '.join(sections)}, which change how a step is "
+            "computed and nothing else"
+        )
+    return {name: value for name, (value, _) in given.items()}
+
+
 def _measure(
     base: Engine, context: int, batch: int, limits: Limits
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
@@ -201,13 +222,10 @@ def _measure(
         }
         drafted = base.variant(engine=sizes, decode=decode)
     pairs = {"": (plain, drafted)}
-    if _AGAINST.value:
-        given = read_settings(None, [_AGAINST.value]).given
-        against = {name: value for name, (value, _) in given.items()}
+    if against := _against():
         pairs[_AGAINST.value] = plain.variant(**against), drafted and drafted.variant(**against)
     queued = queued_rows(pairs, context, _STEPS.value, limits)
     yield from queued.items()
-    del pairs  # and the caches of what was only timed
     if _STREAMS.value:
         for engine, case in ((plain, "decode"), (drafted, "round")):
             if engine is not None:
@@ -223,6 +241,7 @@ def main() -> int:
     if output:
         check_can_draw()
         output.mkdir(parents=True, exist_ok=True)
+    _against()  # what is wrong with it is said before anything is loaded
     base = command.load_weights(_FLAGS)
     records = Records(output and str(output / "latency.jsonl"), _FLAGS.commit)
     limits = Limits(*measure.ceilings())

@@ -92,7 +92,9 @@ class PagedCache:
             return jnp.moveaxis(found, 2, 1).reshape(len(ends), found.shape[2], -1, found.shape[4])
 
         positions = base[:, None] + linear_positions(ends - base, num_pages * PAGE)
-        positions = jnp.where(positions < base[:, None], -1, positions)
+        # Of a chunk longer than the pages only the last rows landed: see `extend`.
+        oldest = jnp.maximum(base, ends - self.capacity + PAGE)
+        positions = jnp.where(positions < oldest[:, None], -1, positions)
         return LinearView(gather(self.k), gather(self.v), positions, ends, base)
 
     def _write(

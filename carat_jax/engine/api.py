@@ -350,7 +350,6 @@ class Engine:
         compute, drafter = loop.options.compute, loop.drafter.name
         options = "".join(f"; {name}={value}" for name, value in compiler_options().items())
         experts = f", experts {compute.experts}" if self.model.enable_moe_block else ""
-        products = "by measure" if compute.products == "measured" else compute.products
         stages = "fused" if compute.is_fused else f"three stages over {loop.rungs or 'exact'} keys"
         if loop.options.simulate_acceptance is not None:
             drafter += " (acceptance is simulated: the text means nothing)"
@@ -361,7 +360,7 @@ class Engine:
             f"device: {stats['device']}; local layers: {config.cache.local_layers}, "
             f"global layers: {config.cache.global_layers}, {stages}, "
             f"{'grouped' if compute.group_heads else 'single'} heads, impl {compute.impl}{rows}"
-            f", products {products}{experts}; drafter: {drafter}; "
+            f", products {compute.products}{experts}; drafter: {drafter}; "
             f"{config.dtype} weights {size_text(stats['weight_bytes'])}, "
             f"caches {size_text(stats['cache_bytes'])} for {loop.num_slots} x {loop.max_context} "
             f"positions; prefill chunks {config.engine.prefill_chunks}, "

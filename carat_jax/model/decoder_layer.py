@@ -393,7 +393,8 @@ def run_layers(
       step: what the layers share.
       final_norm: the norm after the last one.
       scope: names each in profiles.
-      last_rows_from: the layer from which on each slot's last real row alone runs; None is none.
+      last_rows_from: the layer from which on each slot's last real row alone is wanted, which may
+        be one past the last; None is none.
     """
     normed = layers[0].input_layernorm(x)
     next_norms = [*(layer.input_layernorm for layer in layers[1:]), final_norm]
@@ -406,7 +407,7 @@ def run_layers(
             inputs = None if per_layer is None else per_layer[:, :, index]
             x, normed = layer(x, normed, inputs, step, next_norm)
             step.taps.put(f"layers.{layer.self_attn.spec.index}.residual", x)
-    return normed
+    return step.last_rows(normed) if last_rows_from == len(layers) else normed
 
 
 def layer_frequencies(config: ModelConfig, layer: LayerSpec) -> Float[np.ndarray, "half"]:

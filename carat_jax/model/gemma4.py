@@ -140,11 +140,9 @@ class Gemma4(nnx.Module):
             x = embed(tokens, self.embed_tokens.get_value(), math.sqrt(config.hidden_size))
             per_layer = self.per_layer_embedding and self.per_layer_embedding(tokens, x)
             taps.put("embed", x)
-        shared = config.num_hidden_layers - config.num_kv_shared_layers
-        split = shared if only_last and shared < len(self.layers) else None
-        hidden = run_layers(self.layers, x, per_layer, step, self.norm, "layer", split)
-        if only_last and split is None:
-            hidden = step.last_rows(hidden)
+        first_borrower = config.num_hidden_layers - config.num_kv_shared_layers
+        from_layer = first_borrower if only_last else None
+        hidden = run_layers(self.layers, x, per_layer, step, self.norm, "layer", from_layer)
         taps.put("hidden", hidden)
         lengths = held + num_valid if slots is None else bank.lengths.at[slots].add(num_valid)
         return hidden, dataclasses.replace(bank, layers=step.caches, lengths=lengths)

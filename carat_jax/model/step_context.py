@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from carat_jax.array_types import Array, Int, Lengths, Shaped, Slots
 from carat_jax.model.taps import Taps
-from carat_jax.numerics.attention import KeyView, RotatedView
+from carat_jax.numerics.attention import ChunkView, KeyView, RotatedView
 from carat_jax.numerics.options import ComputeOptions
 
 
@@ -32,19 +32,15 @@ class StepContext:
     def of_last_rows(self) -> "StepContext":
         """The same for each slot's last real row alone, which looks at the caches as written."""
         ends = self.starts + self.num_valid
-
-        def written(owner: int, view: KeyView | RotatedView) -> KeyView | RotatedView:
-            now = self.caches[owner].view(ends, self.slots)
-            weight = {"key_weight": view.key_weight} if isinstance(view, RotatedView) else {}
-            return dataclasses.replace(now, **weight)
-
+        before = [owner for owner, view in self.views.items() if isinstance(view, ChunkView)]
+        written = {owner: self.caches[owner].view(ends, self.slots) for owner in before}
         return dataclasses.replace(
             self,
             starts=jnp.maximum(ends - 1, 0),
             num_valid=jnp.minimum(self.num_valid, 1),
             positions=self.last_rows(self.positions),
             rope=jax.tree.map(self.last_rows, self.rope),
-            views={owner: written(owner, view) for owner, view in self.views.items()},
+            views=self.views | written,
         )
 
     def last_rows(self, rows: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B 1 *rest"]:

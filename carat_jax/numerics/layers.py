@@ -117,10 +117,13 @@ def linear(
 
 def _few_row_impl(products: str, rows: int, inputs: int, outputs: int) -> str:
     """Who multiplies: "xla", or the kernel of few rows by "triton" or "interpret"."""
+    if products == "xla" or rows > tiles.MAX_FEW_ROWS:
+        return "xla"
     if products == "measured":
-        wins = tiles.few_rows_win(rows=rows, inputs=inputs, outputs=outputs)
+        device = tiles.current_device()
+        wins = tiles.few_rows_win(inputs=inputs, outputs=outputs, device=device)
         return "triton" if wins else "xla"
-    return products if rows <= tiles.MAX_FEW_ROWS else "xla"
+    return products
 
 
 def embed(tokens: Int[Array, "B T"], table: Float[Array, "V D"], factor: float) -> Array:

@@ -14,7 +14,7 @@ import pytest
 
 import carat_jax
 from carat_jax.assistant_families import ASSISTANTS
-from carat_jax.bench import cost, device_steps, latency, latency_report
+from carat_jax.bench import command, cost, device_steps, latency, latency_report
 from carat_jax.bench.cost import Cost
 from carat_jax.bench.replay import EngineStep, Served
 from carat_jax.bench.workload import TraceRequest
@@ -141,6 +141,24 @@ def test_layers_that_own_no_keys_run_for_one_row_of_a_prompt():
     heads, dim = 8, 512
     rows = 3 * 2000 * 2001 // 2 + 4 * 2000
     assert prompt["global", "attend"].flops == 4 * heads * dim * rows
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("decode.drafter=ngram", "decode.drafter is not of cache, attention, products, moe"),
+        ("engine.max_batch=2", "engine.max_batch is not of"),
+        ("products.impl", "'products.impl' is not key=value"),
+        ("products.imp=xla", "did you mean products.impl?"),
+    ],
+)
+def test_what_steps_cannot_be_timed_against_is_refused_before_anything_is_loaded(
+    setting, told, monkeypatch
+):
+    monkeypatch.setattr(command, "load_weights", None)
+    with pytest.raises(ValueError, match="--against: ") as refused:
+        command.call(latency, ["--set=model=tiny", f"--against={setting}"])
+    assert told in str(refused.value)
 
 
 def test_shares_are_of_whichever_limit_binds():

@@ -4,6 +4,7 @@ On a CPU small weights run through the Pallas interpreter; with CARAT_TEST_GPU t
 run through Triton.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -98,6 +99,19 @@ def test_what_it_cannot_take_is_refused_by_name():
     refused(ValueError, "impl='cuda' is not one of", 1, (96, 48), impl="cuda")
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"block": 64}, "divide 96 inputs"), ({"columns": 32}, "48 outputs"), ({"rows": 2}, "4 rows")],
+)
+def test_a_tile_that_does_not_fit_is_refused(changed, told):
+    fitting = ProductTile(rows=16, columns=16, block=32, warps=4, stages=2)
+    x, weight = factors((96, 48))
+    run = functools.partial(few_row_product, x[:4], weight, impl="interpret")
+    np.testing.assert_array_equal(run(tile=fitting), run())
+    with pytest.raises(ValueError, match=f"few_row_product.*{told}"):
+        run(tile=dataclasses.replace(fitting, **changed))
+
+
 @pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
 @pytest.mark.parametrize("shape", LARGE)
 def test_it_lowers_under_its_name_and_in_its_memory(device, shape):
@@ -127,3 +141,13 @@ def test_who_multiplies_in_a_layer(products, rows, shape, has_kernel):
     arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, rows, shape[0]), shape)]
     text = lower(functools.partial(linear, products=products), arrays, "NVIDIA H200")
     assert ("carat_few_rows" in text) == has_kernel
+
+
+@pytest.mark.parametrize(
+    ("shape", "device"), [((5376, 16384), "NVIDIA L4"), ((8192, 4104), "NVIDIA H200")]
+)
+def test_what_has_no_tile_is_multiplied_by_xla_unless_the_kernel_is_named(shape, device):
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 4, shape[0]), shape)]
+    assert "carat" not in lower(functools.partial(linear, products="measured"), arrays, device)
+    with pytest.raises(NotImplementedError):
+        lower(functools.partial(linear, products="triton"), arrays, device)
