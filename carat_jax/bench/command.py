@@ -4,6 +4,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from absl import flags
 
@@ -34,9 +35,12 @@ def load_weights(known: flags.FlagValues) -> carat_jax.Engine:
     fixed, others = [], []
     for text in known.set:
         (fixed if text.partition("=")[0] in WEIGHT_KEYS else others).append(text)
-    base = _load(known.config, tuple(fixed))
-    given = read_settings(None, [*others, *_SMALL]).given
-    return base.variant(**{name: value for name, (value, _) in given.items()})
+    return _load(known.config, tuple(fixed)).variant(**values_of([*others, *_SMALL]))
+
+
+def values_of(texts: Sequence[str]) -> dict[str, Any]:
+    """The values of `key=value` texts, by key, for `Engine.variant`."""
+    return {name: value for name, (value, _) in read_settings(None, texts).given.items()}
 
 
 @functools.lru_cache(maxsize=1)

@@ -36,7 +36,6 @@ from carat_jax.bench.replay import (
     warm_up,
 )
 from carat_jax.bench.workload import TraceRequest
-from carat_jax.config import read_settings
 from carat_jax.engine.api import Engine
 
 _FLAGS = command.new_flags("Folder of the rows, the table and the picture.")
@@ -194,20 +193,20 @@ def _against() -> dict[str, Any]:
     if _AGAINST.value is None:
         return {}
     try:
-        given = read_settings(None, [_AGAINST.value]).given
+        values = command.values_of([_AGAINST.value])
     except ValueError as error:
         raise ValueError(str(error).replace("--set:", "--against:", 1)) from None
     sections = ("cache", "attention", "products", "moe")
-    if bad := [key for key in given if key.partition(".")[0] not in sections]:
+    if bad := [key for key in values if key.partition(".")[0] not in sections]:
         raise ValueError(
             f"--against: {bad[0]} is not of {', '.join(sections)}, which change how a step is "
             "computed and nothing else"
         )
-    return {name: value for name, (value, _) in given.items()}
+    return values
 
 
 def _measure(
-    base: Engine, context: int, batch: int, limits: Limits
+    base: Engine, against: Mapping[str, Any], context: int, batch: int, limits: Limits
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """All records of one context and batch, each once it is known: a long prefill may be cut."""
     room = max(device_steps.ROOM, _TOKENS.value)
@@ -222,7 +221,7 @@ def _measure(
         }
         drafted = base.variant(engine=sizes, decode=decode)
     pairs = {"": (plain, drafted)}
-    if against := _against():
+    if against:
         pairs[_AGAINST.value] = plain.variant(**against), drafted and drafted.variant(**against)
     queued = queued_rows(pairs, context, _STEPS.value, limits)
     yield from queued.items()
@@ -241,7 +240,7 @@ def main() -> int:
     if output:
         check_can_draw()
         output.mkdir(parents=True, exist_ok=True)
-    _against()  # what is wrong with it is said before anything is loaded
+    rival = _against()  # what is wrong with it is said before anything is loaded
     base = command.load_weights(_FLAGS)
     records = Records(output and str(output / "latency.jsonl"), _FLAGS.commit)
     limits = Limits(*measure.ceilings())
@@ -250,7 +249,7 @@ def main() -> int:
     batches = command.whole_numbers("batches", _BATCHES.value)
     for context in contexts:
         for batch in batches:
-            for (case, against), record in _measure(base, context, batch, limits):
+            for (case, against), record in _measure(base, rival, context, batch, limits):
                 records.add(
                     bench="latency", case=case, model=base.config.model, dtype=base.config.dtype,
                     global_layers=base.config.cache.global_layers,

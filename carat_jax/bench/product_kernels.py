@@ -19,25 +19,26 @@ SHAPES = {
 _COPIES = 2
 
 
+def _rows_again(product, x, weight):
+    """The product, of the width of `x` again, so that products form a chain."""
+    return jnp.resize(product(x, weight), x.shape)
+
+
 def products(records, ceiling, num_rows):
     """Every product of `num_rows` rows; each includes making its result the rows of the next."""
     for name, (inputs, outputs) in SHAPES.items():
         x = random_array(99, (num_rows, inputs))
         layers = [(random_array(i, (inputs, outputs), inputs**-0.5),) for i in range(_COPIES)]
 
-        def rows_again(product, x, weight):
-            # Of the width of `x` again, so that the products form a chain.
-            return jnp.resize(product(x, weight), x.shape)
-
         variants = {
-            "triton": (functools.partial(rows_again, few_row_product), "weights"),
-            "xla": (functools.partial(rows_again, linear), "weights"),
+            "triton": (functools.partial(_rows_again, few_row_product), "weights"),
+            "xla": (functools.partial(_rows_again, linear), "weights"),
         }
         checked_race(
             records,
             {"case": "products", "product": name, "rows": num_rows},
             variants,
-            rows_again(reference.few_row_product, x, *layers[0]),
+            _rows_again(reference.few_row_product, x, *layers[0]),
             x,
             {"weights": layers},
             moved=dict.fromkeys(variants, 2 * inputs * outputs),

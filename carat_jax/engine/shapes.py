@@ -27,15 +27,10 @@ def compute_options(config: Config, backend: str | None = None) -> ComputeOption
       ValueError: the implementation named cannot run here; it is never replaced by another.
     """
     backend = backend or jax.default_backend()
-
-    def chosen(section: str, kernel: str = "triton", plain: str = "xla") -> str:
-        own = getattr(config, section).impl
-        return _implementation(f"{section}.impl", own, config.dtype, kernel, plain, backend)
-
     return ComputeOptions(
-        impl=chosen("attention"),
-        experts=chosen("moe", plain="dense"),
-        products=chosen("products", kernel="measured"),
+        impl=_implementation(config, "attention", backend),
+        experts=_implementation(config, "moe", backend, plain="dense"),
+        products=_implementation(config, "products", backend, kernel="measured"),
         is_fused=config.attention.verify == "fused",
         group_heads=config.attention.group_heads,
         # Fused, a key is summed with the rows it came with: another order in verify than in decode.
@@ -55,9 +50,10 @@ def step_options(config: Config, model: ModelConfig, backend: str | None = None)
 
 
 def _implementation(
-    key: str, impl: str | None, dtype: str, kernel: str, plain: str, backend: str
+    config: Config, section: str, backend: str, kernel: str = "triton", plain: str = "xla"
 ) -> str:
-    """What `key` stands for there: its own value, or by the rule the kernel or `plain` JAX."""
+    """What a section's `impl` stands for: its own value, or by the rule `kernel` or `plain` JAX."""
+    key, impl, dtype = f"{section}.impl", getattr(config, section).impl, config.dtype
     if impl is None:
         return kernel if backend == "gpu" and dtype == "bfloat16" else plain
     if impl == "triton" and backend != "gpu":
