@@ -9,6 +9,7 @@ from pallas_kernels.expert_router import route_experts
 from pallas_kernels.few_rows import few_row_parts, few_row_product
 from pallas_kernels.grouped_attention import grouped_attention
 from pallas_kernels.per_head_attention import per_head_attention
+from pallas_kernels.per_layer_gate import per_layer_gate
 from pallas_kernels.prefill_attention import prefill_attention, prefill_ring_attention
 from pallas_kernels.reference import merge_partials
 from pallas_kernels.residual_norm import mixture_norm, residual_norm
@@ -25,6 +26,7 @@ __all__ = [
     "merge_partials",
     "mixture_norm",
     "per_head_attention",
+    "per_layer_gate",
     "prefill_attention",
     "prefill_ring_attention",
     "residual_norm",

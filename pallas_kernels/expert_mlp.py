@@ -22,11 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import reference, tiles
+from pallas_kernels.activation import gelu
 from pallas_kernels.dispatch import choose
 from pallas_kernels.tiles import ProductTile, next_power_of_two
-
-_LOG2_E = 1.4426950408889634
-_GELU_SCALE = 2 * (2 / jnp.pi) ** 0.5 * _LOG2_E
 
 
 def expert_mlp(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
@@ -198,11 +196,8 @@ def _gate_up_kernel(pairs, tile, x_ref, gate_up_ref, *refs):
     load = _masked_rows(x_ref, token, exists)
     weights = [(gate_up_ref, (i,)) for i in range(2)]
     gate, up = _sum_blocks(tile, x_ref.shape[1], works, load, weights, expert, columns)
-    # The tanh form of gelu: (1 + tanh(z)) / 2 is the logistic function of 2 z.
-    cubic = gate + 0.044715 * gate * gate * gate
-    gated = gate / (1 + jnp.exp2(-_GELU_SCALE * cubic)) * up
     at = out_ref.at[pair[:, None], first + jnp.arange(tile.columns)[None]]
-    plt.store(at, gated.astype(out_ref.dtype), mask=exists[:, None])
+    plt.store(at, (gelu(gate) * up).astype(out_ref.dtype), mask=exists[:, None])
 
 
 def _down_kernel(pairs, tile, gated_ref, down_ref, weight_ref, *refs):

@@ -75,22 +75,12 @@ def few_row_parts(x, weight, *, impl=None, tile=None):
 # Jitted so that a step that calls it in each layer traces and lowers it once.
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
 def _run(x, weight, *, tile, interpret):
-    (inputs, outputs), num_rows = weight.shape, x.size // x.shape[-1]
-    num_blocks, splits = inputs // tile.block, tile.splits
+    (inputs, outputs), num_rows, splits = weight.shape, x.size // x.shape[-1], tile.splits
 
     def carat_few_rows(x_ref, weight_ref, out_ref):
         split, row = pl.program_id(1), jnp.arange(tile.rows)[:, None]
         column = pl.program_id(0) * tile.columns
-
-        def step(i, total):
-            start = (split + i * splits) * tile.block
-            at = x_ref.at[row, start + jnp.arange(tile.block)[None]]
-            rows = plt.load(at, mask=row < num_rows, other=0.0)
-            block = weight_ref[pl.ds(start, tile.block), pl.ds(column, tile.columns)]
-            return total + plt.dot(rows, block)
-
-        steps = num_blocks if splits == 1 else (num_blocks - split + splits - 1) // splits
-        total = lax.fori_loop(0, steps, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))
+        total = sum_blocks(x_ref, weight_ref, column, tile, split)
         at = out_ref.at[split, row, column + jnp.arange(tile.columns)[None]]
         plt.store(at, total.astype(out_ref.dtype), mask=row < num_rows)
 
@@ -104,3 +94,23 @@ def _run(x, weight, *, tile, interpret):
         name="carat_few_rows",
     )(x.reshape(num_rows, inputs), weight)
     return parts.reshape(splits, *x.shape[:-1], outputs)
+
+
+def sum_blocks(x_ref, weight_ref, column, tile, split=0):
+    """A split's part of the product of all rows with a tile of columns from `column` on, float32.
+
+    Rows of the tile beyond those of `x_ref` are zeros.
+    """
+    num_rows, inputs = x_ref.shape
+    num_blocks, splits = inputs // tile.block, tile.splits
+    row = jnp.arange(tile.rows)[:, None]
+
+    def step(i, total):
+        start = (split + i * splits) * tile.block
+        at = x_ref.at[row, start + jnp.arange(tile.block)[None]]
+        rows = plt.load(at, mask=row < num_rows, other=0.0)
+        block = weight_ref[pl.ds(start, tile.block), pl.ds(column, tile.columns)]
+        return total + plt.dot(rows, block)
+
+    steps = num_blocks if splits == 1 else (num_blocks - split + splits - 1) // splits
+    return lax.fori_loop(0, steps, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))

@@ -98,6 +98,12 @@ def prefill_ring_attention(q, k_ring, v_ring, k_new, v_new, starts, ends, *, win
     return _attend(q, k, v, new_pos, k_pos, exists, window, False)
 
 
+def per_layer_gate(x, gate, inputs, layer):
+    """gelu(x @ gate) * inputs[..., layer, :]; x [*rows,D], gate [D,P], inputs [*rows,L,P]."""
+    gated = jax.nn.gelu(few_row_product(x, gate).astype(jnp.float32), approximate=True)
+    return (gated * inputs[..., layer, :].astype(jnp.float32)).astype(x.dtype)
+
+
 def expert_shares(x, weights, chosen, gate_up, down):
     """weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k], float32 [R,k,D].
 

@@ -86,7 +86,7 @@ CONFIGS = {
         3,
         **_T4,
         num_kv_shared_layers=2,
-        hidden_size_per_layer_input=8,
+        hidden_size_per_layer_input=16,
         use_double_wide_mlp=True,
     ),
     "31b": _config(
@@ -127,7 +127,7 @@ CONFIGS = {
         head_dim=8,
         global_head_dim=16,
         num_kv_shared_layers=5,
-        hidden_size_per_layer_input=8,
+        hidden_size_per_layer_input=16,
         use_double_wide_mlp=True,
         sliding_window=8,
     ),
@@ -141,7 +141,7 @@ CONFIGS = {
         head_dim=8,
         global_head_dim=16,
         num_kv_shared_layers=6,
-        hidden_size_per_layer_input=8,
+        hidden_size_per_layer_input=16,
         sliding_window=8,
     ),
     "26b": _config(

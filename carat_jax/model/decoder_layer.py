@@ -33,7 +33,8 @@ from carat_jax.model.step_context import StepContext
 from carat_jax.numerics.attention import ChunkView, KeyView, RotatedView, attend
 from carat_jax.numerics.layers import gelu_gate, linear, rms_norm, rope_frequencies, rotate
 from carat_jax.numerics.options import ComputeOptions
-from pallas_kernels.residual_norm import mixture_norm, residual_norm
+from pallas_kernels import mixture_norm, per_layer_gate, residual_norm
+from pallas_kernels.tiles import MAX_FEW_ROWS
 
 
 class RMSNorm(nnx.Module):
@@ -236,10 +237,17 @@ class PerLayerInput(nnx.Module):
         self.norm = RMSNorm(
             f"{prefix}.post_per_layer_input_norm", width, config.rms_norm_eps, dtype
         )
+        self.index = index
 
-    def __call__(self, x: Hidden, inputs: Float[Array, "B T P"]) -> Hidden:
-        """What to add, once `norm`ed, to the residual `x` for this layer's `inputs`."""
-        gated = gelu_gate(linear(x, self.gate.get_value()), inputs)
+    def __call__(
+        self, x: Hidden, inputs: Float[Array, "B T L P"], options: ComputeOptions
+    ) -> Hidden:
+        """What to add, once `norm`ed, to the residual `x` for the layers' `inputs`."""
+        gate = self.gate.get_value()
+        if options.joins_rows and x.size <= MAX_FEW_ROWS * x.shape[-1]:
+            gated = per_layer_gate(x, gate, inputs, self.index, impl=options.impl)
+        else:
+            gated = gelu_gate(linear(x, gate), inputs[:, :, self.index])
         return linear(gated, self.projection.get_value())
 
 
@@ -275,7 +283,7 @@ class DecoderLayer(nnx.Module):
         self,
         x: Hidden,
         normed: Hidden,
-        per_layer: Float[Array, "B T P"] | None,
+        per_layer: Float[Array, "B T L P"] | None,
         step: StepContext,
         next_norm: RMSNorm,
     ) -> tuple[Hidden, Hidden]:
@@ -285,7 +293,7 @@ class DecoderLayer(nnx.Module):
           x: the residual stream.
           normed: `input_layernorm(x)`: every norm of the stream is taken where the stream is
             summed, so that both are one pass over it.
-          per_layer: this layer's inputs.
+          per_layer: the layers' inputs.
           step: what the layers of the step share.
           next_norm: the norm of whatever reads the result.
 
@@ -313,7 +321,8 @@ class DecoderLayer(nnx.Module):
                 return add_norm(x, branch, norm, [next_norm], step.options, scalar)
             (x,) = add_norm(x, branch, norm, [], step.options)
         with jax.named_scope("per_layer_input"):
-            branch = step.taps.put(f"{name}.per_layer.out", self.per_layer_input(x, per_layer))
+            branch = self.per_layer_input(x, per_layer, step.options)
+            step.taps.put(f"{name}.per_layer.out", branch)
             return add_norm(x, branch, self.per_layer_input.norm, [next_norm], step.options, scalar)
 
     def _route(self, x: Hidden, step: StepContext) -> tuple[ExpertWeights, ExpertIds]:
@@ -404,8 +413,7 @@ def run_layers(
             per_layer = None if per_layer is None else step.last_rows(per_layer)
             step = step.of_last_rows()
         with jax.named_scope(f"{scope}_{index}"):
-            inputs = None if per_layer is None else per_layer[:, :, index]
-            x, normed = layer(x, normed, inputs, step, next_norm)
+            x, normed = layer(x, normed, per_layer, step, next_norm)
             step.taps.put(f"layers.{layer.self_attn.spec.index}.residual", x)
     return step.last_rows(normed) if last_rows_from == len(layers) else normed
 

@@ -132,6 +132,8 @@ def test_it_lowers_under_its_name_and_in_its_memory(device, shape):
         ("measured", 32, (5376, 43008), False),  # XLA's is the faster
         ("measured", 4, (2048, 2560), False),
         ("measured", 8, (1024, 16384), False),  # an assistant's gate and up
+        ("measured", 1, (2560, 20480), False),  # E4B's: 160 tiles for 132 multiprocessors
+        ("measured", 1, (3840, 30720), True),  # 12B's: 240 tiles for 264
         ("triton", 4, (2048, 2560), True),
         ("triton", 33, (2048, 2560), False),
         ("xla", 32, (5376, 16384), False),

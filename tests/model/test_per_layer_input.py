@@ -1,0 +1,40 @@
+"""A layer's own part of the per-layer inputs, by the kernel and by plain JAX, against numpy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from carat_jax.families import from_hf
+from carat_jax.model.decoder_layer import PerLayerInput
+from carat_jax.model.params import merge, split
+from carat_jax.numerics.options import PLAIN
+from pallas_kernels.tiles import MAX_FEW_ROWS
+from tests.toys import CONFIGS
+
+RAW = CONFIGS["e4b"]
+JOINED = dataclasses.replace(PLAIN, impl="interpret")
+
+
+@pytest.mark.parametrize("index", [0, 5, 11])
+@pytest.mark.parametrize("rows", [(2, 4), (1, MAX_FEW_ROWS), (3, 11)])
+def test_a_layer_gates_its_own_part(index, rows):
+    rng, width = np.random.default_rng(index), RAW["hidden_size"]
+    graph, specs = split(PerLayerInput(from_hf(RAW), index, jnp.float32))
+    params = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape), jnp.float32), specs)
+    x = rng.normal(size=(*rows, width)) / width**0.5
+    inputs = rng.normal(size=(*rows, RAW["num_hidden_layers"], RAW["hidden_size_per_layer_input"]))
+
+    gate, projection = (np.asarray(params[name], np.float64) for name in ("gate", "projection"))
+    z = x @ gate
+    gelu = z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+    want = (gelu * inputs[:, :, index]) @ projection
+
+    for options in (PLAIN, JOINED):
+        run = jax.jit(lambda x, inputs, o=options: merge(graph, params)(x, inputs, o))
+        arrays = jnp.asarray(x, jnp.float32), jnp.asarray(inputs, jnp.float32)
+        np.testing.assert_allclose(run(*arrays), want, atol=1e-4 * np.abs(want).max())
+        has_kernel = "carat_per_layer_gate" in str(run.trace(*arrays).jaxpr)
+        assert has_kernel == (options is JOINED and rows[0] * rows[1] <= MAX_FEW_ROWS)
