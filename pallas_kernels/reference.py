@@ -98,12 +98,6 @@ def prefill_ring_attention(q, k_ring, v_ring, k_new, v_new, starts, ends, *, win
     return _attend(q, k, v, new_pos, k_pos, exists, window, False)
 
 
-def per_layer_gate(x, gate, inputs, layer):
-    """gelu(x @ gate) * inputs[..., layer, :]; x [*rows,D], gate [D,P], inputs [*rows,L,P]."""
-    gated = jax.nn.gelu(few_row_product(x, gate).astype(jnp.float32), approximate=True)
-    return (gated * inputs[..., layer, :].astype(jnp.float32)).astype(x.dtype)
-
-
 def expert_shares(x, weights, chosen, gate_up, down):
     """weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k], float32 [R,k,D].
 
@@ -127,6 +121,17 @@ def few_row_product(x, weight):
     """x @ weight, summed in float32 and rounded to x's dtype."""
     exact = {"precision": "highest", "preferred_element_type": jnp.float32}
     return jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32), **exact).astype(x.dtype)
+
+
+def gated_row_product(gates, ups, layer, weight):
+    """(gelu(sum of gates) * ups[..., layer, :]) @ weight.
+
+    gates [S,*rows,K], ups [*rows,L,K], weight [K,N].
+    """
+    dtype = ups.dtype
+    gate = gates.astype(jnp.float32).sum(0).astype(dtype).astype(jnp.float32)
+    up = jax.lax.dynamic_index_in_dim(ups, layer, -2, keepdims=False).astype(jnp.float32)
+    return few_row_product((jax.nn.gelu(gate, approximate=True) * up).astype(dtype), weight)
 
 
 def _rms_norm(x, weight, eps):

@@ -31,10 +31,17 @@ from carat_jax.model.moe import Experts, Router
 from carat_jax.model.params import TensorSource, matrix, param, vector
 from carat_jax.model.step_context import StepContext
 from carat_jax.numerics.attention import ChunkView, KeyView, RotatedView, attend
-from carat_jax.numerics.layers import gelu_gate, linear, rms_norm, rope_frequencies, rotate
+from carat_jax.numerics.layers import (
+    few_row_impl,
+    gelu_gate,
+    joined,
+    linear,
+    rms_norm,
+    rope_frequencies,
+    rotate,
+)
 from carat_jax.numerics.options import ComputeOptions
-from pallas_kernels import mixture_norm, per_layer_gate, residual_norm
-from pallas_kernels.tiles import MAX_FEW_ROWS
+from pallas_kernels import few_row_parts, gated_row_parts, mixture_norm, residual_norm, tiles
 
 
 class RMSNorm(nnx.Module):
@@ -240,15 +247,21 @@ class PerLayerInput(nnx.Module):
         self.index = index
 
     def __call__(
-        self, x: Hidden, inputs: Float[Array, "B T L P"], options: ComputeOptions
-    ) -> Hidden:
-        """What to add, once `norm`ed, to the residual `x` for the layers' `inputs`."""
-        gate = self.gate.get_value()
-        if options.joins_rows and x.size <= MAX_FEW_ROWS * x.shape[-1]:
-            gated = per_layer_gate(x, gate, inputs, self.index, impl=options.impl)
-        else:
+        self, x: Hidden, inputs: Float[Array, "B T L P"], products: str, in_parts: bool
+    ) -> Branch:
+        """What to add, once `norm`ed, to the residual `x` for the layers' `inputs`.
+
+        `products` and `in_parts` are those of `linear`.
+        """
+        gate, projection = self.gate.get_value(), self.projection.get_value()
+        num_rows = x.size // x.shape[-1]
+        impl = few_row_impl(products, num_rows, *gate.shape, tiles.per_layer_rows_win)
+        if impl == "xla":
             gated = gelu_gate(linear(x, gate), inputs[:, :, self.index])
-        return linear(gated, self.projection.get_value())
+            return linear(gated, projection)
+        gates = few_row_parts(x, gate, impl=impl)
+        parts = gated_row_parts(gates, inputs, self.index, projection, impl=impl)
+        return joined(parts, projection, in_parts)
 
 
 class DecoderLayer(nnx.Module):
@@ -321,7 +334,8 @@ class DecoderLayer(nnx.Module):
                 return add_norm(x, branch, norm, [next_norm], step.options, scalar)
             (x,) = add_norm(x, branch, norm, [], step.options)
         with jax.named_scope("per_layer_input"):
-            branch = self.per_layer_input(x, per_layer, step.options)
+            options = step.options
+            branch = self.per_layer_input(x, per_layer, options.products, options.joins_rows)
             step.taps.put(f"{name}.per_layer.out", branch)
             return add_norm(x, branch, self.per_layer_input.norm, [next_norm], step.options, scalar)
 

@@ -6,6 +6,8 @@ The formulas are those of transformers 5.17 (`modeling_gemma4`), where Gemma 4 d
 predecessors: norm weights multiply as they are, without one added, and scores are not scaled.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from carat_jax.array_types import Array, Float, Int
-from pallas_kernels import few_row_parts, few_row_product, tiles
+from pallas_kernels import few_row_parts, tiles
 
 
 def precision(dtype: DTypeLike) -> lax.Precision | None:
@@ -106,23 +108,37 @@ def linear(
     width = int(np.prod(weight.shape[:num_in]))
     # One flat product: XLA chooses its matrix kernels by the two-dimensional shape.
     x, weight = x.reshape(*x.shape[: x.ndim - num_in], width), weight.reshape(width, -1)
-    impl = _few_row_impl(products, x.size // width, *weight.shape)
+    impl = few_row_impl(products, x.size // width, *weight.shape)
     if impl == "xla":
         return jnp.matmul(x, weight, precision=precision(x.dtype)).reshape(shape)
-    if not in_parts:
-        return few_row_product(x, weight, impl=impl).reshape(shape)
     parts = few_row_parts(x, weight, impl=impl)
-    return parts.reshape(len(parts), *shape)
+    return joined(parts.reshape(len(parts), *shape), weight, in_parts)
 
 
-def _few_row_impl(products: str, rows: int, inputs: int, outputs: int) -> str:
-    """Who multiplies: "xla", or the kernel of few rows by "triton" or "interpret"."""
+def joined(parts: Float[Array, "S ..."], weight: Float[Array, "F D"], in_parts: bool) -> Array:
+    """Parts of a product with `weight` as they are, or their sum, rounded to its type."""
+    return parts if in_parts else functools.reduce(operator.add, parts).astype(weight.dtype)
+
+
+def few_row_impl(
+    products: str,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    wins: Callable[..., bool] = tiles.few_rows_win,
+) -> str:
+    """Who multiplies: "xla", or the kernel of few rows by "triton" or "interpret".
+
+    Args:
+      products: as in `ComputeOptions`.
+      rows, inputs, outputs: of the product.
+      wins: the rule for "measured".
+    """
     if products == "xla" or rows > tiles.MAX_FEW_ROWS:
         return "xla"
     if products == "measured":
         device = tiles.current_device()
-        wins = tiles.few_rows_win(inputs=inputs, outputs=outputs, device=device)
-        return "triton" if wins else "xla"
+        return "triton" if wins(inputs=inputs, outputs=outputs, device=device) else "xla"
     return products
 
 

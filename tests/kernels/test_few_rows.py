@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from carat_jax.numerics.layers import linear
-from pallas_kernels import few_row_parts, few_row_product, tiles
+from pallas_kernels import few_row_parts, few_row_product, gated_row_parts, tiles
 from pallas_kernels.tiles import ProductTile
 from tests.kernels.bodies import relative_error
 from tests.kernels.lowering import lower
@@ -86,6 +86,52 @@ def test_rows_of_several_axes_keep_them():
     np.testing.assert_array_equal(product, wanted)
 
 
+def gated_factors(rows, shape, splits, dtype=jnp.bfloat16):
+    """Parts of the gate, what it gates in five layers, and a weight."""
+    keys = jax.random.split(jax.random.key(shape[0]), 3)
+    gates = jax.random.normal(keys[0], (splits, *rows, shape[0]))  # from far below zero to above
+    ups = jax.random.normal(keys[1], (*rows, 5, shape[0]), dtype)
+    weight = jax.random.normal(keys[2], shape) * shape[0] ** -0.5
+    return gates, ups, weight.astype(dtype)
+
+
+def exactly_gated(gates, ups, layer, weight):
+    """In float64, the gate and what it gates rounded as they are where plain JAX writes them."""
+    dtype = ups.dtype
+    gates, ups, weight = (np.asarray(array).astype(np.float64) for array in (gates, ups, weight))
+    gate = gates.sum(0).astype(dtype).astype(np.float64)
+    gelu = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    return (gelu * ups[..., layer, :]).astype(dtype).astype(np.float64) @ weight
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(256, 1536), (256, 2560)] if ON_GPU else [(48, 96), (256, 64)])
+@pytest.mark.parametrize("rows", [(1, 1), (1, 4), (3, 1), (8, 1), (17, 1), (8, 4)])
+def test_rows_are_gated_in_the_layer_that_is_told(shape, rows):
+    for splits in (1, 6, 8):
+        gates, ups, weight = gated_factors(rows, shape, splits)
+        for layer in (0, 4):
+            parts = np.asarray(gated_row_parts(gates, ups, layer, weight, impl=IMPL))
+            assert parts.shape[1:] == (*rows, shape[1])
+            got = parts.astype(np.float32).sum(0)
+            assert relative_error(got, exactly_gated(gates, ups, layer, weight)) <= 5e-3
+
+
+def test_float32_is_not_rounded_on_the_way():
+    gates, ups, weight = gated_factors((3, 2), (48, 96), 3, jnp.float32)
+    got = np.asarray(gated_row_parts(gates, ups, 2, weight, impl="interpret")).sum(0)
+    assert relative_error(got, exactly_gated(gates, ups, 2, weight)) <= 1e-5
+
+
+def test_a_traced_layer_costs_no_further_program():
+    gates, ups, weight = gated_factors((4,), (48, 96), 2)
+    run = jax.jit(functools.partial(gated_row_parts, impl="interpret"))
+    for layer in range(5):
+        got = np.asarray(run(gates, ups, jnp.int32(layer), weight)).astype(np.float32).sum(0)
+        assert relative_error(got, exactly_gated(gates, ups, layer, weight)) <= 5e-3
+    assert run._cache_size() == 1
+
+
 def test_what_it_cannot_take_is_refused_by_name():
     def refused(error, match, rows, shape, dtype=jnp.bfloat16, impl="triton"):
         arrays = jnp.zeros((rows, 96), dtype), jnp.zeros(shape, dtype)
@@ -97,6 +143,21 @@ def test_what_it_cannot_take_is_refused_by_name():
     refused(NotImplementedError, "float32 weight: Triton takes bfloat16", 1, (96, 48), jnp.float32)
     refused(ValueError, r"\(1, 96\) do not fit a weight \(64, 48\)", 1, (64, 48))
     refused(ValueError, "impl='cuda' is not one of", 1, (96, 48), impl="cuda")
+
+
+def test_gated_rows_that_do_not_match_are_refused():
+    def refused(error, match, gates, ups, weight, impl="triton"):
+        given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (gates, ups, weight)]
+        call = functools.partial(gated_row_parts, impl=impl)
+        with pytest.raises(error, match=f"gated_row_parts.*{match}"):
+            jax.eval_shape(lambda gates, ups, weight: call(gates, ups, 0, weight), *given)
+
+    refused(ValueError, r"\(2, 4, 48\).* do not match", (2, 4, 48), (3, 5, 48), (48, 96))
+    refused(ValueError, r"\(4, 5, 32\).* do not match", (2, 4, 48), (4, 5, 32), (48, 96))
+    refused(ValueError, r"\(64, 96\) do not match", (2, 4, 48), (4, 5, 48), (64, 96))
+    fitting = (2, 33, 48), (33, 5, 48), (48, 96)
+    refused(NotImplementedError, "33 rows are more than 32", *fitting)
+    refused(ValueError, "impl='cuda' is not one of", *fitting, impl="cuda")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +184,24 @@ def test_it_lowers_under_its_name_and_in_its_memory(device, shape):
         assert tile.shared_memory(1) <= tiles.limits(device)[0]
 
 
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+@pytest.mark.parametrize("width", [1536, 2560])
+def test_a_per_layer_input_lowers_under_its_name_in_one_walk(device, width):
+    def run(gates, ups, weight):
+        return gated_row_parts(gates, ups, 3, weight, impl="triton")
+
+    for rows in (1, 32):
+        sizes = ((8, rows, 256), jnp.float32), ((rows, 5, 256), jnp.bfloat16)
+        weight = jax.ShapeDtypeStruct((256, width), jnp.bfloat16)
+        arrays = [*(jax.ShapeDtypeStruct(*size) for size in sizes), weight]
+        text = lower(run, arrays, device)
+        assert 'name = "carat_gated_rows"' in text
+        # A pipeline of loads would hold every part of every row in shared memory.
+        tile = tiles.few_row_tile(rows=rows, inputs=256, outputs=width, device=device)
+        assert tile.stages == 1
+        assert tiles.few_row_tile(rows=rows, inputs=width, outputs=256, device=device).splits == 8
+
+
 @pytest.mark.parametrize(
     ("products", "rows", "shape", "has_kernel"),
     [
@@ -133,7 +212,7 @@ def test_it_lowers_under_its_name_and_in_its_memory(device, shape):
         ("measured", 4, (2048, 2560), False),
         ("measured", 8, (1024, 16384), False),  # an assistant's gate and up
         ("measured", 1, (2560, 20480), False),  # E4B's: 160 tiles for 132 multiprocessors
-        ("measured", 1, (3840, 30720), True),  # 12B's: 240 tiles for 264
+        ("measured", 1, (3840, 30720), True),  # 12B's: 240 tiles for twice as many
         ("triton", 4, (2048, 2560), True),
         ("triton", 33, (2048, 2560), False),
         ("xla", 32, (5376, 16384), False),

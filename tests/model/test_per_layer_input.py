@@ -1,6 +1,4 @@
-"""A layer's own part of the per-layer inputs, by the kernel and by plain JAX, against numpy."""
-
-import dataclasses
+"""A layer's own part of the per-layer inputs, by the kernels and by plain JAX, against numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +8,11 @@ import pytest
 from carat_jax.families import from_hf
 from carat_jax.model.decoder_layer import PerLayerInput
 from carat_jax.model.params import merge, split
-from carat_jax.numerics.options import PLAIN
 from pallas_kernels.tiles import MAX_FEW_ROWS
+from tests.oracle import gelu_tanh
 from tests.toys import CONFIGS
 
 RAW = CONFIGS["e4b"]
-JOINED = dataclasses.replace(PLAIN, impl="interpret")
 
 
 @pytest.mark.parametrize("index", [0, 5, 11])
@@ -26,15 +23,16 @@ def test_a_layer_gates_its_own_part(index, rows):
     params = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape), jnp.float32), specs)
     x = rng.normal(size=(*rows, width)) / width**0.5
     inputs = rng.normal(size=(*rows, RAW["num_hidden_layers"], RAW["hidden_size_per_layer_input"]))
-
     gate, projection = (np.asarray(params[name], np.float64) for name in ("gate", "projection"))
-    z = x @ gate
-    gelu = z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
-    want = (gelu * inputs[:, :, index]) @ projection
+    want = (gelu_tanh(x @ gate) * inputs[:, :, index]) @ projection
 
-    for options in (PLAIN, JOINED):
-        run = jax.jit(lambda x, inputs, o=options: merge(graph, params)(x, inputs, o))
-        arrays = jnp.asarray(x, jnp.float32), jnp.asarray(inputs, jnp.float32)
-        np.testing.assert_allclose(run(*arrays), want, atol=1e-4 * np.abs(want).max())
-        has_kernel = "carat_per_layer_gate" in str(run.trace(*arrays).jaxpr)
-        assert has_kernel == (options is JOINED and rows[0] * rows[1] <= MAX_FEW_ROWS)
+    for products, in_parts in (("xla", False), ("interpret", False), ("interpret", True)):
+        run = jax.jit(
+            lambda x, inputs, *told: merge(graph, params)(x, inputs, *told), static_argnums=(2, 3)
+        )
+        arrays = jnp.asarray(x, jnp.float32), jnp.asarray(inputs, jnp.float32), products, in_parts
+        got = np.asarray(run(*arrays))
+        got = got.sum(0) if got.ndim > x.ndim else got
+        np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+        has_kernel = "carat_gated_rows" in str(run.trace(*arrays).jaxpr)
+        assert has_kernel == (products == "interpret" and rows[0] * rows[1] <= MAX_FEW_ROWS)
