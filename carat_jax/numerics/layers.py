@@ -138,7 +138,8 @@ def few_row_impl(
         return "xla"
     if products == "measured":
         device = tiles.current_device()
-        return "triton" if wins(inputs=inputs, outputs=outputs, device=device) else "xla"
+        shape = {"rows": rows, "inputs": inputs, "outputs": outputs}
+        return "triton" if wins(**shape, device=device) else "xla"
     return products
 
 

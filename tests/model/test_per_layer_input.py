@@ -9,6 +9,7 @@ from carat_jax.families import from_hf
 from carat_jax.model.decoder_layer import PerLayerInput
 from carat_jax.model.params import merge, split
 from pallas_kernels.tiles import MAX_FEW_ROWS
+from tests.kernels.lowering import lower
 from tests.oracle import gelu_tanh
 from tests.toys import CONFIGS
 
@@ -36,3 +37,25 @@ def test_a_layer_gates_its_own_part(index, rows):
         np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
         has_kernel = "carat_gated_rows" in str(run.trace(*arrays).jaxpr)
         assert has_kernel == (products == "interpret" and rows[0] * rows[1] <= MAX_FEW_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "device", "has_kernel"),
+    [
+        (1, "NVIDIA H200", True),
+        (4, "NVIDIA H200", True),
+        (5, "NVIDIA H200", False),
+        (1, "L4", False),
+    ],
+)
+def test_kernels_gate_where_they_were_measured_to_win(rows, device, has_kernel):
+    graph, specs = split(PerLayerInput(from_hf(RAW), 1, jnp.bfloat16))
+    shapes = (1, rows, RAW["hidden_size"]), (1, rows, RAW["num_hidden_layers"], 16)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), specs)
+
+    def run(params, x, inputs):
+        return merge(graph, params)(x, inputs, "measured", True)
+
+    text = lower(run, [params, *arrays], device)
+    assert ("carat_gated_rows" in text) == ("carat_few_rows" in text) == has_kernel
