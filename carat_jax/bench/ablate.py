@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import jax
 from absl import flags
 
 import carat_jax
-from carat_jax.bench import ablation_report
+from carat_jax.bench import ablation_plan, ablation_report
 from carat_jax.bench.ablation_measures import (
     Reference,
     bytes_a_round,
@@ -32,6 +33,7 @@ from carat_jax.bench.ablation_measures import (
 )
 from carat_jax.bench.ablation_plan import Plan, Variant, read_plan
 from carat_jax.bench.drawing import check_can_draw
+from carat_jax.bench.interrupt import Interrupt, leave
 from carat_jax.bench.measure import Records, read_bandwidth
 from carat_jax.config import WEIGHT_KEYS
 from carat_jax.engine.api import Engine
@@ -49,7 +51,7 @@ for _name in _NUMBERS:
     flags.DEFINE_integer(_name, None, f"Replaces {_name} of every file's workload.", 0, **_own)
 
 # What must agree for a row to be the same measurement.
-_ENVIRONMENT = ("device", "driver", "jax", "python", "xla_flags", "commit")
+_ENVIRONMENT = ("device", "driver", "jax", "jaxlib", "python", "xla_flags", "code")
 # A share of the memory that the float32 weights may take beside the model's own.
 _ROOM_FOR_REFERENCE = 0.4
 
@@ -60,13 +62,14 @@ class Rows:
     def __init__(self, path: Path, records: Records):
         self._records: Records = records
         self._by_key: dict[str, dict] = {}
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         for line in text.splitlines():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:  # a line that an interruption cut short
                 continue
-            self._by_key[row["key"]] = row
+            if isinstance(row, dict) and "key" in row:
+                self._by_key[row["key"]] = row
         if text and not text.endswith("\n"):
             with open(path, "a", encoding="utf-8") as file:
                 file.write("\n")
@@ -77,8 +80,7 @@ class Rows:
 
     def add(self, **row: Any) -> None:
         """Keeps a row, here and on disk."""
-        self._records.add(**row)
-        self._by_key[row["key"]] = row | self._records.environment
+        self._by_key[row["key"]] = self._records.add(**row)
 
     def of(self, keys: Iterable[str]) -> list[dict]:
         """The rows there are, in the order of `keys`."""
@@ -88,12 +90,15 @@ class Rows:
 class Bench:
     """Engines on shared weights, and what is measured of them."""
 
-    def __init__(self, rows: Rows, environment: Mapping[str, Any]):
+    def __init__(
+        self, rows: Rows, environment: Mapping[str, Any], interrupt: Interrupt | None = None
+    ):
         self._rows, self._environment = rows, [environment[name] for name in _ENVIRONMENT]
         self._weights: dict[tuple, Engine] = {}
         self._bases: dict[str, tuple[Engine, dict]] = {}
         self._references: dict[str, Reference] = {}
         self._bandwidth: float | None = None
+        self._interrupt = interrupt or Interrupt()
 
     def key(self, plan: Plan, variant: Variant) -> str:
         """Of a variant's row: its settings, the base it is raced against, workload, machine."""
@@ -120,10 +125,13 @@ class Bench:
                 workload=vars(plan.workload), **found,
             )  # fmt: skip
             gc.collect()  # its caches, before the next one makes its own
+            self._interrupt.check()
 
     def _measure(self, plan: Plan, variant: Variant) -> dict[str, Any]:
-        prompts = story_prompts(self._shared(plan).tokenizer, variant.settings, plan.workload)
-        base, base_start = self._base(plan, prompts)
+        tokenizer = self._shared(plan).tokenizer
+        prompts = story_prompts(tokenizer, variant.settings, plan.workload)
+        base_prompts = story_prompts(tokenizer, plan.base.settings, plan.workload)
+        base, base_start = self._base(plan, base_prompts)
         if variant is plan.base:
             engine, start = base, base_start
         else:
@@ -131,22 +139,26 @@ class Bench:
         before, times, base_times = num_compilations(), [], []
         for _ in range(plan.workload.rounds):
             if engine is not base:
-                base_times.append(timed(base, prompts, plan.workload).seconds_a_token)
+                base_times.append(timed(base, base_prompts, plan.workload).seconds_a_token)
             run = timed(engine, prompts, plan.workload)
             times.append(run.seconds_a_token)
         compiled = num_compilations() - before
         seconds = statistics.median(times)
         base_seconds = statistics.median(base_times or times)
+        ratios = [beside / one for beside, one in zip(base_times or times, times, strict=True)]
         moved = bytes_a_round(engine, plan.workload) / (seconds * run.accepted)
         return {
             "ms_token": seconds * 1e3,
             "base_ms_token": base_seconds * 1e3,
             "speedup": base_seconds / seconds,
+            "speedup_min": min(ratios),
+            "speedup_max": max(ratios),
             "tokens_s": len(prompts) / seconds,
             "accepted": run.accepted,
             "ms_round": seconds * run.accepted * 1e3,
             "gb_s": moved / 1e9,
             "of_read": moved / self._read(),
+            "read_gb_s": self._read() / 1e9,
             "kv_bytes": engine.stats()["cache_bytes"],
             **start,
             "compilations_while_timed": compiled,
@@ -178,7 +190,7 @@ class Bench:
 
     def _reference(self, plan: Plan, prompts: Sequence) -> Reference:
         config = plan.base.settings.build()
-        name = repr((config.model, config.dtype, config.engine, plan.workload))
+        name = repr((config.model, config.dtype, config.engine, plan.workload, len(prompts)))
         if name not in self._references:
             self._references.clear()
             shared = self._shared(plan)
@@ -230,8 +242,12 @@ def _read_plans(arguments: Sequence[str]) -> list[Plan]:
         raise ValueError(str(error)) from None
     if _FLAGS.help:
         return []
-    if not paths or _FLAGS.output is None:
+    if not paths or not _FLAGS.output:
         raise ValueError("give --config FILE.yaml ... and --output DIR")
+    # A name is that of its table and picture.
+    twice = Counter(Path(path).stem for path in paths)
+    if names := [name for name, count in twice.items() if count > 1]:
+        raise ValueError(f"--config: {names[0]}.yaml is given twice; use an --output for each")
     check_can_draw()
     backend = "gpu" if jax.default_backend() == "gpu" else "cpu"
     numbers = {name: _FLAGS[name].value for name in _NUMBERS if _FLAGS[name].value is not None}
@@ -241,32 +257,39 @@ def _read_plans(arguments: Sequence[str]) -> list[Plan]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the program; returns 2 for input that cannot be used, 130 after Ctrl-C."""
+    """Runs the program; returns 2 for input that cannot be used, 1 where a file gave nothing."""
     try:
         plans = _read_plans(arguments)
         if _FLAGS.help:
-            print(__doc__, _FLAGS.get_help(), sep="\n")
+            print(__doc__, ablation_plan.__doc__, _FLAGS.get_help(), sep="\n")
             return 0
         output = Path(_FLAGS.output)
         output.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
+        records = Records(str(output / "rows.jsonl"), _FLAGS.commit, echo=False)
+        rows = Rows(output / "rows.jsonl", records)
+    except OSError as error:
+        _say(f"error: --output {_FLAGS.output}: {error.strerror}; give a folder to write to")
+        return 2
+    except ValueError as error:
         _say(f"error: {error}")
         return 2
-    records = Records(str(output / "rows.jsonl"), _FLAGS.commit, echo=False)
-    rows = Rows(output / "rows.jsonl", records)
-    bench = Bench(rows, records.environment)
-    interrupted = False
+    interrupt = Interrupt()
+    interrupt.listen()
+    bench = Bench(rows, records.environment, interrupt)
+    has_failed = False
     for plan in plans:
         try:
-            if not interrupted:
+            if not interrupt.happened:
                 bench.run(plan)
         except KeyboardInterrupt:
-            interrupted = True
             _say("interrupted: the same command goes on from here")
         found = rows.of(bench.key(plan, variant) for variant in plan.variants)
+        has_failed |= bool(found) and all(row.get("failed") for row in found)
         if found:
             print(ablation_report.write(output, plan, found), flush=True)
-    return 130 if interrupted else 0
+    if interrupt.happened:
+        leave()
+    return int(has_failed)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class Reference:
         Returns:
           The largest difference of a log-probability (natural; of the ids written and of the
           likeliest others) at any place of the engine's text, the first place whose id differs
-          from the reference's own text, and a digest of the text.
+          from the reference's own text, and digests of the text and of its log-probabilities.
         """
         results = engine.generate(list(prompts), **_greedy(workload), logprobs=_NUM_TOP)
         largest, firsts = 0.0, []
@@ -119,13 +119,19 @@ class Reference:
             places = enumerate(zip(result.ids, exact, strict=True))
             firsts.append(next((i for i, (a, b) in places if a != b), None))
         differing = [place for place in firsts if place is not None]
-        text = repr([result.ids for result in results]).encode()
+        text = [result.ids for result in results]
+        bits = [[place.logprob for place in result.logprobs] for result in results]
         return {
             "max_logprob_difference": largest,
             "first_difference": min(differing) if differing else None,
             "reference": self._words,
-            "text": hashlib.sha256(text).hexdigest()[:6],
+            "text": _digest(text),
+            "bits": _digest(bits),
         }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:6]
 
 
 def first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@
     base: {model: tiny, engine.max_batch: 1}      # settings, nested or dotted
     variants:
       - cache.local_layers: [paged, full]         # a list is a grid: one variant for each value
+      - {decode.drafter: ngram, decode.draft_len: [1, 3]}
     workload: {cpu: {new_tokens: 48}}             # optional; also gpu, prompt_tokens, rounds
 
 Everything is checked here, before anything is loaded: a misspelt key is refused with its line and
@@ -105,9 +106,13 @@ def read_plan(
         key = from_node(key_node, where)
         if key not in _PARTS:
             raise unknown_key(key, from_node(node, where), where, _PARTS)
+        if key in parts:
+            raise ValueError(f"{where}: {key}: is given twice")
         parts[key] = node
     if not isinstance(parts.get("variants"), yaml.SequenceNode):
         raise ValueError(f"{path}: variants: must be a list of overrides, `- key: value`")
+    if not parts["variants"].value:
+        raise ValueError(f"{path}: variants: is empty; give at least one `- key: value`")
     chosen = _workload(parts.get("workload"), path, backend)
     chosen |= {key: _number(key, value, "workload") for key, value in workload.items()}
     base = _base(parts.get("base"), path, overrides, Workload(**chosen))
@@ -157,14 +162,27 @@ def _grid(node: yaml.Node, path: Any) -> list[dict[str, tuple[Any, str]]]:
     values = from_node(node, where)
     if not isinstance(values, Mapping) or not values:
         raise ValueError(f"{where}: {values!r} is not `key: value`")
+    values = _dotted(values)
     for key, value in values.items():
         if key not in KEYS:
             raise unknown_key(key, value, where, KEYS)
         if key in WEIGHT_KEYS:
             raise ValueError(f"{where}: {key}: variants share the weights of the base; use --set")
+        if value == []:
+            raise ValueError(f"{where}: {key}: an empty list is no variant; give a value")
     choices = [value if isinstance(value, list) else [value] for value in values.values()]
     combinations = itertools.product(*choices)
     return [_checked(dict(zip(values, found, strict=True)), where) for found in combinations]
+
+
+def _dotted(values: Mapping, prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted key, of nested or dotted ones."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        is_section = isinstance(value, Mapping) and name not in KEYS
+        found |= _dotted(value, f"{name}.") if is_section else {name: value}
+    return found
 
 
 def _names(tried: Sequence[Mapping]) -> list[str]:

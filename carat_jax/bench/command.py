@@ -9,6 +9,7 @@ from typing import Any
 from absl import flags
 
 import carat_jax
+from carat_jax.bench.interrupt import leave
 from carat_jax.config import WEIGHT_KEYS, read_settings
 
 
@@ -91,4 +92,4 @@ def run(program: Callable[[], int], known: flags.FlagValues, usage: str) -> None
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        leave()

@@ -2,14 +2,17 @@
 
 A figure is the time of a chain of dependent calls divided by its length, so that the host's part
 is hidden; the same chain without the call is timed beside it, and both are in the record. Every
-record says device, driver, versions, commit and command. Imports jax and the standard library.
+record says device, driver, versions, commit and command.
 """
 
 import concurrent.futures
 import dataclasses
+import functools
+import hashlib
 import json
 import os
 import pathlib
+import platform
 import shlex
 import statistics
 import subprocess
@@ -20,7 +23,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 from jax import lax
+
+import carat_jax
+import pallas_kernels
 
 EMPTY_LENGTH = 480
 
@@ -34,18 +41,42 @@ def _output(*command: str) -> str:
     return done.stdout.strip()
 
 
+def _processor() -> str:
+    """The name of the CPU and how many of it there are."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"cpu, {os.cpu_count()} x {name}"
+
+
+@functools.cache
+def _code() -> str:
+    """A short hash of the sources: a commit does not tell of edits that are not in it."""
+    digest = hashlib.sha256()
+    for folder in (pathlib.Path(carat_jax.__file__), pathlib.Path(pallas_kernels.__file__)):
+        for path in sorted(folder.parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
 def environment(commit: str | None = None) -> dict:
-    """Device, driver, versions, commit and command of this process, for every record."""
+    """Device, driver, versions, commit, code and command of this process, for every record."""
     device = jax.devices()[0]
+    kind = device.device_kind if device.platform != "cpu" else _processor()
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     here = str(pathlib.Path(__file__).parent)
     return {
-        "device": device.device_kind,
+        "device": kind,
         "driver": driver.splitlines()[0] if driver else "",
         "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
         "python": sys.version.split()[0],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "commit": commit or _output("git", "-C", here, "rev-parse", "HEAD"),
+        "code": _code(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -58,14 +89,15 @@ class Records:
         self.environment, self._echo = environment(commit), echo
         self._file = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115
 
-    def add(self, **record) -> None:
-        """One record, figures rounded to four digits."""
+    def add(self, **record) -> dict:
+        """One record, figures rounded to four digits; returns it as it is in the file."""
         record = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in record.items()}
         if self._echo:
             print(json.dumps(record), flush=True)
         if self._file:
             self._file.write(json.dumps(record | self.environment) + "\n")
             self._file.flush()
+        return record | self.environment
 
 
 def origin(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from carat_jax.bench import ablation_report
+from carat_jax.bench import ablate, ablation_report
 from carat_jax.bench.ablate import Bench, Rows
 from carat_jax.bench.ablation_plan import Workload, read_plan
 from carat_jax.bench.measure import Records
@@ -56,6 +56,13 @@ def test_a_list_is_a_grid_and_the_base_comes_first(tmp_path):
     assert plan.workload == Workload(100, 20, rounds=5, logprobs=1)
 
 
+def test_variants_may_be_nested_like_the_base(tmp_path):
+    nested = plan_of(tmp_path, "variants: [{cache: {local_layers: [paged, full]}}]")
+    dotted = plan_of(tmp_path, "variants: [{cache.local_layers: [paged, full]}]")
+    assert [v.key() for v in nested.variants] == [v.key() for v in dotted.variants]
+    assert len(nested.variants) == 3
+
+
 def test_each_machine_has_its_workload(tmp_path):
     text = """
     variants: [{cache.local_layers: full}]
@@ -77,14 +84,18 @@ def test_each_machine_has_its_workload(tmp_path):
             "variants:\n  - cache.local_layers: [ring, rings]",
             ":2: cache.local_layers: 'rings' is not one of ring, paged, full",
         ),
-        ("base: {attention.pad_kys: 64}\nvariants: []", "did you mean attention.pad_keys?"),
+        ("base: {attention.pad_kys: 64}\nvariants: [{}]", "did you mean attention.pad_keys?"),
         ("variant: []", ":1: variant: []: unknown key; did you mean variants?"),
         ("variants: [{model: random:31b}]", "variants share the weights of the base"),
         ("variants: {cache.local_layers: full}", "must be a list"),
         ("variants: [full]", "is not `key: value`"),
-        ("variants: []\nworkload: {cpu: {new_token: 5}}", "did you mean new_tokens?"),
-        ("variants: []\nworkload: {cpu: {new_tokens: 1}}", "1 is too few"),
-        ("base: {engine.max_context: 64}\nvariants: []", "does not hold 192 prompt and 48 new"),
+        ("variants: [{}]\nworkload: {cpu: {new_token: 5}}", "did you mean new_tokens?"),
+        ("variants: [{}]\nworkload: {cpu: {new_tokens: 1}}", "1 is too few"),
+        ("base: {engine.max_context: 64}\nvariants: [{}]", "does not hold 192 prompt and 48 new"),
+        ("variants: []", "variants: is empty; give at least one"),
+        ("variants: [{cache.local_layers: []}]", "cache.local_layers: an empty list is no variant"),
+        ("variants: [{cache: {local_layer: full}}]", "did you mean cache.local_layers?"),
+        ("base: {}\nvariants: [{}]\nbase: {}", ":3: base: is given twice"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_runs(tmp_path, text, says):
@@ -108,6 +119,27 @@ def test_the_command_refuses_a_typo_in_one_line_and_leaves_nothing(tmp_path):
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "did you mean attention.pad_keys?" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--output", "{taken}"], "--output {taken}: File exists; give a folder to write to"),
+        (["--output", "{folder}/taken/x"], "Not a directory; give a folder"),
+        (["--output", ""], "give --config FILE.yaml ... and --output DIR"),
+        (["configs/ablations/ring.yaml", "--output", "{folder}/o"], "ring.yaml is given twice"),
+        (["{folder}/ring.yaml", "--output", "{folder}/o"], "ring.yaml is given twice"),
+    ],
+)
+def test_an_output_that_cannot_be_used_is_named(tmp_path, capsys, arguments, says):
+    (tmp_path / "taken").write_text("")
+    names = {"taken": tmp_path / "taken", "folder": tmp_path}
+    given = [text.format(**names) for text in arguments]
+    ablate._FLAGS.unparse_flags()
+    assert ablate.main(["ablate", "--config", "configs/ablations/ring.yaml", *given]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert says.format(**names) in line
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -143,11 +175,12 @@ class Scripted(Bench):
             raise error
         ms = 5.0 + len(self.measured) / 10
         return {
-            "ms_token": ms, "base_ms_token": 5.0, "speedup": 5.0 / ms, "tokens_s": 1e3 / ms,
+            "ms_token": ms, "base_ms_token": 5.0, "speedup": 5.0 / ms, "speedup_min": 4.9 / ms,
+            "speedup_max": 5.2 / ms, "read_gb_s": 4.0, "tokens_s": 1e3 / ms,
             "accepted": 1.0, "ms_round": ms, "gb_s": 2.0, "of_read": 0.5, "kv_bytes": 2**20,
             "compile_s": 1.5, "compilations": 9, "compilations_while_timed": 0,
             "engine": "impl xla", "max_logprob_difference": 1e-5, "first_difference": None,
-            "reference": "float32", "text": "abcdef",
+            "reference": "float32", "text": "abcdef", "bits": "123456",
         }  # fmt: skip
 
     def table(self, plan, folder: Path) -> str:
@@ -202,8 +235,59 @@ def test_other_settings_code_or_workload_are_other_measurements(tmp_path):
     ):
         keys = {bench.key(other, variant) for variant in other.variants}
         assert not any(map(bench.rows.finished, keys))
+    for changed in ("code", "device", "jaxlib"):
+        newer = Bench(bench.rows, bench._records.environment | {changed: "another"})
+        assert not bench.rows.finished(newer.key(plan, plan.base))
+    # A commit of the same sources, of their docs for example, is no other measurement.
     newer = Bench(bench.rows, bench._records.environment | {"commit": "def"})
-    assert not bench.rows.finished(newer.key(plan, plan.base))
+    assert bench.rows.finished(newer.key(plan, plan.base))
+
+
+def test_lines_that_are_no_rows_are_passed_over(tmp_path):
+    lines = b'{}\n3\n\xff\xfe\n[1]\nnull\n{"key": 1}'
+    (tmp_path / "rows.jsonl").write_bytes(lines)
+    plan = plan_of(tmp_path, TEXT)
+    bench = Scripted(tmp_path, {})
+    bench.run(plan)
+    assert len(bench.measured) == 4
+    assert (tmp_path / "rows.jsonl").read_bytes().startswith(lines + b"\n")
+
+
+def test_a_ctrl_c_that_a_callback_swallowed_is_raised_again(tmp_path):
+    plan = plan_of(tmp_path, TEXT)
+    bench = Scripted(tmp_path, {})
+    bench._interrupt.happened = True
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(plan)
+    assert bench.measured == ["base"]
+
+
+def test_ctrl_c_ends_the_program_once_told_and_keeps_what_was_printed():
+    program = """if True:
+        import os, signal
+        from carat_jax.bench.interrupt import Interrupt, leave
+        interrupt = Interrupt()
+        interrupt.listen()
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            print("told", interrupt.happened)
+        os.kill(os.getpid(), signal.SIGINT)
+        print("never")
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "told True\n")
+
+
+def test_the_table_says_what_was_told_apart_and_by_how_much(tmp_path):
+    plan = plan_of(tmp_path, TEXT)
+    bench = Scripted(tmp_path, {})
+    bench.run(plan)
+    text = bench.table(plan, tmp_path)
+    # The second to be measured took 5.2 ms, the base 5.0 beside it: 0.96, of rounds from 0.94 to 1.
+    assert "| local_layers=paged | 5.2 | 5 | 0.96 x (0.94 to 1.00) |" in text
+    assert "tiny, bfloat16, cpu, " in text
+    assert "limit*: reading a large array in\nthe same process, 4 GB/s" in text
 
 
 def test_the_picture_has_every_row(tmp_path):
@@ -228,6 +312,7 @@ def measured(tmp_path_factory):
     variants:
       - cache.local_layers: full
       - attention.impl: triton
+      - engine.max_batch: 1
     """
     plan = plan_of(folder, text, **SHORT)
     records = Records(str(folder / "rows.jsonl"), "abc1234", echo=False)
@@ -238,7 +323,7 @@ def measured(tmp_path_factory):
 
 def test_rows_of_a_real_run_are_exact_complete_and_traceable(measured):
     rows = measured
-    assert list(rows) == ["base", "local_layers=full", "attention.impl=triton"]
+    assert list(rows) == ["base", "local_layers=full", "attention.impl=triton", "max_batch=1"]
     for name in ("base", "local_layers=full"):
         row = rows[name]
         assert row["max_logprob_difference"] < 1e-4
@@ -250,6 +335,11 @@ def test_rows_of_a_real_run_are_exact_complete_and_traceable(measured):
         assert row["commit"] == "abc1234"
         assert row["device"]
     assert rows["base"]["text"] == rows["local_layers=full"]["text"]
+    # Another number of slots has prompts of its own, and the base beside it keeps its two.
+    row = rows["max_batch=1"]
+    assert row["tokens_s"] == pytest.approx(1e3 / row["ms_token"], rel=1e-3)
+    assert row["max_logprob_difference"] < 1e-4
+    assert row["speedup_min"] <= row["speedup"] <= row["speedup_max"]
     assert rows["local_layers=full"]["config"]["cache.local_layers"] == "full"
     # tiny: 10 rings of 4 heads x 32 and 2 global caches of 64, in float32, two slots of 128.
     row, window = rows["local_layers=full"], 128
