@@ -62,11 +62,12 @@ def _of(case: str, **fixed: Any) -> Callable[[list[Row]], list[Row]]:
 
 
 def _served(rows: list[Row], only_one: bool = False) -> list[Row]:
-    """Closed-loop records, the last of each row and concurrency; the first concurrency alone."""
+    """Closed-loop records, the last of each row and concurrency; of one, that of most requests."""
     found = [row for row in rows if row.get("bench") == "serving" and row["mode"] == "closed"]
     latest = {(serving_report.load_of(row), row["row"]): row for row in found}
     kept = [latest[key] for key in sorted(latest)]
-    return [row for row in kept if row["concurrency"] == kept[0]["concurrency"] or not only_one]
+    fullest = max(kept, key=lambda row: row["requests"], default=None)
+    return [row for row in kept if not only_one or row["concurrency"] == fullest["concurrency"]]
 
 
 # 1. The ladder.
