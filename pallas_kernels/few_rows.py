@@ -29,7 +29,7 @@ from pallas_kernels.tiles import MAX_FEW_ROWS, next_power_of_two
 
 
 def few_row_product(x, weight, *, impl=None, tile=None):
-    """x @ weight, accumulated in float32 and rounded once: the sum of `few_row_parts`.
+    """x @ weight, accumulated in float32 and rounded: the sum of `few_row_parts`.
 
     Returns [*rows, N] in x's dtype; arguments and errors are those of `few_row_parts`.
     """
@@ -47,7 +47,7 @@ def few_row_parts(x, weight, *, impl=None, tile=None):
       tile: overrides the tile.
 
     Returns:
-      [S, *rows, N]: float32, or one part in x's dtype where nothing is split.
+      [S, *rows, N]: float32, or one part in the weight's dtype where nothing is split.
 
     Raises:
       ValueError: the shapes, or they and the tile, contradict each other.

@@ -334,8 +334,8 @@ class DecoderLayer(nnx.Module):
                 return add_norm(x, branch, norm, [next_norm], step.options, scalar)
             (x,) = add_norm(x, branch, norm, [], step.options)
         with jax.named_scope("per_layer_input"):
-            options = step.options
-            branch = self.per_layer_input(x, per_layer, options.products, options.joins_rows)
+            products, in_parts = step.options.products, step.options.joins_rows
+            branch = self.per_layer_input(x, per_layer, products, in_parts)
             step.taps.put(f"{name}.per_layer.out", branch)
             return add_norm(x, branch, self.per_layer_input.norm, [next_norm], step.options, scalar)
 
