@@ -120,7 +120,9 @@ class AttentionConfig(Section):
     """How attention is computed; each key changes speed, memory or rounding alone.
 
     Attributes:
-      pad_keys: Key count of the three-stage path: rounded up to a multiple, or `exact`.
+      pad_keys: Key counts the three-stage path is compiled for: this one, doubled until it covers
+        the context, the last cut to the context rounded up to a multiple of it. A step takes the
+        first that holds its keys. `exact` compiles for every count.
       group_heads: Whether the query heads that share a KV head form one matrix.
       verify: One `fused` kernel, or `three_stage` (scores, softmax, values).
       fuse_rows: Whether the kernels take in the small operations around them: norms, RoPE, cache

@@ -3,7 +3,7 @@
 A matrix product over exactly as many keys as there are may be given a slower kernel than one over
 a few masked keys more, because a count that is no multiple of 64 rules out the matrix units of some
 libraries. And with static shapes every count is a compilation. So the count is rounded up to a
-declared rung, a multiple of the padding; what lies past the true count is masked.
+declared rung: the padding, doubled up to the context. What lies past the true count is masked.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ EXACT = "exact"
 
 
 def default_rungs(pad_keys: int, max_context: int) -> tuple[int, ...]:
-    """Doubling key counts from `pad_keys` up to the first that covers `max_context`."""
+    """`pad_keys`, doubled until `max_context` is covered; the last is `max_context`, rounded up."""
     rungs = [pad_keys]
     while rungs[-1] < max_context:
         rungs.append(2 * rungs[-1])

@@ -11,6 +11,8 @@ from carat_jax.bench import ablate, ablation_report
 from carat_jax.bench.ablate import Bench, Rows
 from carat_jax.bench.ablation_plan import Workload, read_plan
 from carat_jax.bench.measure import Records
+from carat_jax.engine.shapes import key_rungs
+from carat_jax.numerics.padding import padded_keys
 
 SHIPPED = sorted(Path("configs/ablations").glob("*.yaml"))
 SHORT = {"prompt_tokens": 20, "new_tokens": 5, "rounds": 1}
@@ -148,6 +150,22 @@ def test_shipped_files_are_valid_on_both_machines_and_take_a_model(path):
         plan = read_plan(path, ["model=random:31b"], backend, {})
         assert len(plan.variants) > 1
         assert plan.base.settings.build().model == "random:31b"
+
+
+@pytest.mark.parametrize(("backend", "model"), [("cpu", "tiny"), ("gpu", "random:31b")])
+def test_every_padding_looks_at_other_key_counts(backend, model):
+    plan = read_plan(Path("configs/ablations/padding.yaml"), [f"model={model}"], backend, {})
+    prompt, new = plan.workload.prompt_tokens, plan.workload.new_tokens
+    counts = {}
+    for variant in plan.variants:
+        config = variant.settings.build()
+        rungs = key_rungs(config, config.engine.max_context)
+        # From the first token's round to the one that is dispatched ahead of the last token.
+        held, pad = range(prompt + 1, prompt + new + 2), config.attention.pad_keys
+        counts[pad] = {padded_keys(n, pad, rungs) for n in held}
+    assert counts.keys() == {"exact", 64, 128, 256}
+    assert len(counts["exact"]) == new + 1
+    assert len(set.union(*counts.values())) == sum(map(len, counts.values()))  # none in common
 
 
 # Interruptions and failures, with invented measurements.
