@@ -32,6 +32,7 @@ from carat_jax.model.params import random_params, split
 from carat_jax.numerics.options import ComputeOptions
 
 _RANDOM = "random:"
+_KEY = "decode.draft_model"  # what refusals name
 # Seed of a random assistant's weights; the target's is another.
 _SEED = 1
 
@@ -138,10 +139,10 @@ def _open_assistant(
         )
     # Google publishes each model's assistant beside it under this name.
     name = name or f"{config.model}-assistant"
-    folder = checkpoint.find_checkpoint(name, with_weights=False)
+    folder = checkpoint.find_checkpoint(name, with_weights=False, key=_KEY)
 
     def read() -> Any:
-        return load_assistant(checkpoint.find_checkpoint(name), target, dtype)[1]
+        return load_assistant(checkpoint.find_checkpoint(name, key=_KEY), target, dtype)[1]
 
     return *declare_assistant(folder, target, dtype), read
 
@@ -154,7 +155,8 @@ def _open_model(
         raise ValueError(
             "decode.drafter: 'model' needs a smaller Gemma 4; name it in decode.draft_model"
         )
-    facts, _ = checkpoint.read_config(checkpoint.find_checkpoint(name, with_weights=False))
+    folder = checkpoint.find_checkpoint(name, with_weights=False, key=_KEY)
+    facts, _ = checkpoint.read_config(folder)
     if facts.vocab_size != target.vocab_size:
         raise ValueError(
             f"decode.draft_model: {name} has a vocabulary of {facts.vocab_size}, "
@@ -163,7 +165,7 @@ def _open_model(
     graph, specs = split(Gemma4(facts, jnp.dtype(config.dtype)))
 
     def read() -> Any:
-        return checkpoint.load_params(checkpoint.find_checkpoint(name), specs)
+        return checkpoint.load_params(checkpoint.find_checkpoint(name, key=_KEY), specs)
 
     samples = config.decode.sample_drafts
     drafter = ModelDrafter(graph, longest_draft(config), options, samples, hook)

@@ -24,12 +24,13 @@ _SMALL, _WEIGHTS = ("*.json", "*.jinja"), ("*.safetensors",)
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
-def find_checkpoint(model: str | Path, *, with_weights: bool = True) -> Path:
+def find_checkpoint(model: str | Path, *, with_weights: bool = True, key: str = "model") -> Path:
     """The folder of a checkpoint: `tiny`, a folder, or a hub name (`owner/name`), fetched once.
 
     Args:
       model: the name.
       with_weights: False fetches the small files alone, which say what the model is.
+      key: the setting that has the name, for refusals.
 
     Raises:
       ValueError: there is no such folder, or the hub cannot give it.
@@ -41,26 +42,28 @@ def find_checkpoint(model: str | Path, *, with_weights: bool = True) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ValueError(f"model: {name} is a file; give the folder that holds its config.json")
+        raise ValueError(f"{key}: {name} is a file; give the folder that holds its config.json")
     if not _HUB_NAME.fullmatch(name):
-        raise ValueError(f"model: {name}: no such folder, and not a hub name (owner/name)")
+        raise ValueError(f"{key}: {name}: no such folder, and not a hub name (owner/name)")
     try:
         wanted = [*_SMALL, *(_WEIGHTS if with_weights else ())]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     except hub_errors.GatedRepoError as error:
         why = "its licence must be accepted on its page first, then `hf auth login`"
-        raise ValueError(f"model: {name}: no access to this repository: {why}") from error
+        raise ValueError(f"{key}: {name}: no access to this repository: {why}") from error
     except hub_errors.RepositoryNotFoundError as error:
         raise ValueError(
-            f"model: {name}: no folder and no public repository of this name; check the spelling, "
+            f"{key}: {name}: no folder and no public repository of this name; check the spelling, "
             "or run `hf auth login` if it is private"
         ) from error
     # Which exceptions a broken network raises differs between versions of the hub's client.
     except Exception as error:
+        ways = "go online or give a downloaded folder"
+        if key == "model":
+            ways = "go online, give a downloaded folder, or use model: tiny"
         raise ValueError(
-            f"model: {name}: no folder of this name, not in the local cache, and not to be had "
-            f"from the hub ({type(error).__name__}); go online, give a downloaded folder, or use "
-            "model: tiny"
+            f"{key}: {name}: no folder of this name, not in the local cache, and not to be had "
+            f"from the hub ({type(error).__name__}); {ways}"
         ) from error
 
 

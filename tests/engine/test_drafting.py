@@ -95,7 +95,10 @@ def test_what_cannot_draft_is_refused_with_the_reason_and_both_numbers(target, t
             ["backbone_hidden_size=72", "hidden_size=64"],
         ),
         ({"drafter": "assistant", "draft_model": "random:99b"}, ["'99b'", "31b"]),
-        ({"drafter": "assistant", "draft_model": tmp_path / "none"}, ["no such folder"]),
+        *(
+            ({"drafter": name, "draft_model": "nope"}, ["decode.draft_model: nope: no such folder"])
+            for name in ("assistant", "combined", "model")
+        ),
     ]
     for decode, words in refusals:
         named = {k: str(v) if k == "draft_model" else v for k, v in decode.items()}

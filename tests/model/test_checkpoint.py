@@ -75,6 +75,8 @@ def test_a_repository_that_is_not_cached_offline(offline_hub):
     assert "\n" not in text
     assert "not in the local cache" in text
     assert "go online, give a downloaded folder, or use model: tiny" in text
+    with pytest.raises(ValueError, match=r"^decode\.draft_model: .* or give a downloaded folder$"):
+        find_checkpoint("google/gemma-4-toy", key="decode.draft_model")
 
 
 def http_error(kind):
