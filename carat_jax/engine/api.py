@@ -333,7 +333,7 @@ class Engine:
           ValueError: a name that does not exist (the nearest is given), or too much to hold.
         """
         names, ids = matching_names(capture, self._tracer.names), self._ids(prompt)
-        self.loop.limits.check_score(ids, 0)
+        self.loop.limits.check_whole("trace", ids)
         return self._tracer.run(self._opened.params, ids, names)
 
     def trace_names(self) -> tuple[str, ...]:

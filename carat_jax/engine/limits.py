@@ -40,11 +40,15 @@ class Limits:
 
     def check_score(self, ids: Sequence[int], num_top: int) -> None:
         """Refuses (ValueError) ids that cannot be scored."""
-        self.check_ids("score", ids)
+        self.check_whole("score", ids)
         self.check_num_top(num_top)
+
+    def check_whole(self, what: str, ids: Sequence[int]) -> None:
+        """Refuses ids that nothing is to be written after, if they are no tokens or do not fit."""
+        self.check_ids(what, ids)
         if len(ids) > self.max_context:
             raise ValueError(
-                f"score: {len(ids)} ids do not fit engine.max_context={self.max_context}"
+                f"{what}: {len(ids)} ids do not fit engine.max_context={self.max_context}"
             )
 
     def check_ids(self, what: str, ids: Sequence[int]) -> None:

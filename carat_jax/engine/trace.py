@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import fnmatch
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,13 +29,15 @@ from carat_jax.model.taps import Taps, tap_names
 _ROUND_UP = 64
 # Captured bytes of one trace, at most: they are on the device all at once.
 _MOST_BYTES = 8 * 2**30
+# The layers and the part of a name or a pattern such as `layers.*.attn.q`.
+_IN_LAYER = re.compile(r"layers\.([^.]+)\.(.+)")
 
 
 def matching_names(capture: str | Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     """The known names that some pattern of `capture` matches (`*` is any text), in their order.
 
     Raises:
-      ValueError: a pattern matches nothing; the nearest name is given.
+      ValueError: a pattern matches nothing; the nearest names, or the layers there are, are given.
     """
     listed = capture if isinstance(capture, Iterable) else ()
     patterns = [capture] if isinstance(capture, str) else list(listed)
@@ -42,10 +45,26 @@ def matching_names(capture: str | Sequence[str], known: Sequence[str]) -> tuple[
         raise ValueError(f"trace: capture: {capture!r} is not a name or a list of names")
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
-            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
-            hint = f"the nearest are {', '.join(near)}" if near else "see trace_names()"
-            raise ValueError(f"trace: there is no array {pattern!r}; {hint}")
+            raise ValueError(f"trace: there is no array {pattern!r}; {_hint(pattern, known)}")
     return tuple(name for name in known if any(fnmatch.fnmatchcase(name, p) for p in patterns))
+
+
+def _hint(pattern: str, known: Sequence[str]) -> str:
+    """What to write instead: the nearest names, each for the layers that `pattern` asks for."""
+    in_layers = [match.groups() for match in map(_IN_LAYER.fullmatch, known) if match]
+    if asked := _IN_LAYER.fullmatch(pattern):
+        which, wanted = asked.groups()
+        parts = [part for index, part in in_layers if fnmatch.fnmatchcase(index, which)]
+        if not parts:
+            return f"layers are 0 to {max(int(index) for index, _ in in_layers)}"
+        near = difflib.get_close_matches(wanted, dict.fromkeys(parts), n=3, cutoff=0.4)
+        near = [f"layers.{which}.{part}" for part in near]
+    else:
+        # A pattern is about several layers, and so is what it may have meant.
+        spelt = [_IN_LAYER.sub(r"layers.*.\2", name) for name in known]
+        names = dict.fromkeys(spelt if set(pattern) & set("*?[") else known)
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+    return f"the nearest are {', '.join(near)}" if near else "see trace_names()"
 
 
 class Tracer:

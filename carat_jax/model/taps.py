@@ -77,7 +77,8 @@ def tap_names(config: ModelConfig) -> tuple[str, ...]:
     `embed`, `layers.I.residual` (the stream after layer I), `layers.I.logits` (the logit lens: the
     model's own norm and head on that stream), `layers.I.attn.q` and, where the layer owns them,
     `.k`, `.v` (normed, rotated), `.attn.scores` and `.probs`; `.attn.out`, `.mlp.out` and, where
-    there are per-layer inputs, `.per_layer.out` (each before its norm); `hidden`, `logits`.
+    there are per-layer inputs, `.per_layer.out` (each before its norm); `hidden` (after the final
+    norm, what the head reads) and `logits` (after the soft cap).
     """
     names = ["embed"]
     for layer in config.layers:

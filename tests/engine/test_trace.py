@@ -155,7 +155,13 @@ def test_the_lens_of_the_last_layer_is_the_models_own_answer(engine):
     ("capture", "says"),
     [
         ("layers.2.attn.score", "the nearest are layers.2.attn.scores"),
-        (["layers.*.residual", "layers.7.residual"], "the nearest are layers."),
+        (["layers.*.residual", "layers.7.residual"], r"'layers.7.residual'; layers are 0 to 2\Z"),
+        ("layers.-1.residual", r"layers are 0 to 2\Z"),
+        ("layers.*.atn.scores", r"the nearest are layers\.\*\.attn\.scores\b"),
+        ("layers.[01].residul", r"the nearest are layers\.\[01\]\.residual\Z"),
+        ("layer.*.residual", r"the nearest are layers\.\*\.residual\b"),
+        ("hiden", r"the nearest are hidden\Z"),
+        ("layers.*.zzz", "see trace_names"),
         ("zzz", "see trace_names"),
         ([], "is not a name"),
         (5, "is not a name"),
@@ -170,8 +176,19 @@ def test_too_much_to_hold_is_refused_before_it_is_computed(engine, monkeypatch):
     monkeypatch.setattr("carat_jax.engine.trace._MOST_BYTES", 2**17)
     with pytest.raises(ValueError, match=r"the largest is layers\.\d\.logits .* shorter prompt"):
         engine.trace(prompt(50), "layers.*.logits")
-    with pytest.raises(ValueError, match="context"):
-        engine.trace(prompt(200), "hidden")
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        (prompt(200), r"\Atrace: 200 ids do not fit engine\.max_context="),
+        ([], r"\Atrace: no token ids"),
+        ([10**6], r"\Atrace: id 1000000 is outside the vocabulary"),
+    ],
+)
+def test_a_prompt_that_cannot_be_traced_is_refused_in_its_own_words(engine, ids, says):
+    with pytest.raises(ValueError, match=says):
+        engine.trace(ids, "hidden")
 
 
 def test_served_work_and_compiled_steps_are_left_as_they_are(engine):
