@@ -1,6 +1,8 @@
 """Traces: every array equals the independent reference's, and the engine does not notice."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +191,13 @@ def test_too_much_to_hold_is_refused_before_it_is_computed(engine, monkeypatch):
 def test_a_prompt_that_cannot_be_traced_is_refused_in_its_own_words(engine, ids, says):
     with pytest.raises(ValueError, match=says):
         engine.trace(ids, "hidden")
+
+
+def test_the_example_of_the_docs_prints_what_they_say(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()
+    code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
+    exec(code, {})
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == printed.splitlines()
 
 
 def test_served_work_and_compiled_steps_are_left_as_they_are(engine):
