@@ -25,6 +25,13 @@ def test_exceptions_exist():
     assert NO_SWITCH.keys() <= KEYS.keys()
 
 
+def test_the_readme_has_every_key_and_the_docs_say_which_are_no_ideas():
+    readme, docs = ((ROOT / name).read_text() for name in ("README.md", "docs/README.md"))
+    keys = [key for key in KEYS if key.partition(".")[0] in SECTIONS]
+    assert [key for key in keys if f"`{key}`" not in readme] == []
+    assert [key for key in NO_SWITCH if f"`{key}`" not in docs] == []
+
+
 @pytest.mark.parametrize("key", KEYS_TO_SWITCH)
 def test_a_shipped_ablation_turns_it(key):
     files = [yaml.safe_load(p.read_text()) for p in (ROOT / "configs/ablations").glob("*.yaml")]
