@@ -141,7 +141,7 @@ CONFIGS = {
         head_dim=8,
         global_head_dim=16,
         num_kv_shared_layers=6,
-        hidden_size_per_layer_input=16,
+        hidden_size_per_layer_input=8,
         sliding_window=8,
     ),
     "26b": _config(
