@@ -47,7 +47,7 @@ def few_row_parts(x, weight, *, impl=None, tile=None):
       tile: overrides the tile.
 
     Returns:
-      [S, *rows, N]: float32, or one part in the weight's dtype where nothing is split.
+      [S, *rows, N]: float32, or one part in x's dtype where nothing is split.
 
     Raises:
       ValueError: the shapes, or they and the tile, contradict each other.
@@ -119,7 +119,7 @@ def _run(operands, weight, *, tile, interpret):
     """Parts [S, num_rows, N] of x [num_rows, K], or of gates, ups and the layer, [1]."""
     (inputs, outputs), splits = weight.shape, tile.splits
     is_gated, num_blocks = len(operands) > 1, inputs // tile.block
-    num_rows, dtype = operands[0].shape[-2], weight.dtype
+    num_rows, dtype = operands[0].shape[-2], operands[is_gated].dtype
     load = _load_gated if is_gated else _load
 
     def carat_few_rows(*refs):

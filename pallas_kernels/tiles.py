@@ -340,21 +340,17 @@ def few_row_tile(*, rows: int, inputs: int, outputs: int, device: str) -> Produc
 
 
 def few_rows_win(*, rows: int, inputs: int, outputs: int, device: str) -> bool:
-    """Whether the kernel of few rows is no slower than XLA: a large weight whose tiles fill waves.
+    """Whether the kernel of few rows is no slower than XLA: a large weight of long columns.
 
-    A verify pass of the 31B's 8 x 4 rows takes 18.68 ms with it and 19.29 without. Of its gate and
-    up XLA's product is the faster, 113.5 us against 128.8: their 336 tiles leave 15 % of the last
-    of three waves of programs idle, and E4B's 160 tiles 39 % of two: a step of 3.76 ms against
-    3.73. The assistant's gate and up, 16.8 M numbers, made its draft 0.08 ms slower. Steps of at
-    most 16 rows take as long either way.
+    A verify pass of the 31B's 8 x 4 rows takes 18.68 ms with it and 19.29 without. XLA's product is
+    the faster where columns are short or many: 113.5 us against 128.8 of the 31B's gate and up,
+    58.8 and 60.5 of the 12B's, 26.2 and 28.2 of its global q, k and v; with E4B's gate and up by
+    the kernel a step took 3.76 ms instead of 3.73, and with the assistant's, 16.8 M numbers, a
+    draft 0.08 ms longer. Steps of at most 16 rows of the 31B take as long either way.
     """
-    if not is_measured(device) or inputs % 16 or outputs % 16:
-        return False
-    tile = few_row_tile(rows=rows, inputs=inputs, outputs=outputs, device=device)
-    multiprocessors = limits(device)[1]
-    programs = outputs // tile.columns * tile.splits
-    waves = -(-programs // multiprocessors)
-    return inputs * outputs >= 2**25 and programs >= 0.9 * waves * multiprocessors
+    del rows  # up to MAX_FEW_ROWS all the same
+    is_large = inputs * outputs >= 2**25 and inputs >= 2**12 and outputs <= 2**15
+    return is_measured(device) and is_large and inputs % 16 == outputs % 16 == 0
 
 
 def per_layer_rows_win(*, rows: int, inputs: int, outputs: int, device: str) -> bool:

@@ -273,21 +273,30 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         _say(f"error: {error}")
         return 2
-    interrupt = Interrupt()
-    interrupt.listen()
-    bench = Bench(rows, records.environment, interrupt)
+    with Interrupt() as interrupt:
+        return _run(plans, Bench(rows, records.environment, interrupt), rows, output, interrupt)
+
+
+def _run(plans: Sequence[Plan], bench: Bench, rows: Rows, output: Path, stop: Interrupt) -> int:
+    """Measures and reports each plan; 1 if one gave nothing or could not be written."""
     has_failed = False
     for plan in plans:
         try:
-            if not interrupt.happened:
+            if not stop.happened:
                 bench.run(plan)
         except KeyboardInterrupt:
             _say("interrupted: the same command goes on from here")
         found = rows.of(bench.key(plan, variant) for variant in plan.variants)
         has_failed |= bool(found) and all(row.get("failed") for row in found)
-        if found:
-            print(ablation_report.write(output, plan, found), flush=True)
-    if interrupt.happened:
+        try:
+            if found:
+                print(ablation_report.write(output, plan, found), flush=True)
+        except OSError as error:
+            _say(f"error: {plan.name}: {error}")
+            has_failed = True
+        except KeyboardInterrupt:
+            _say("interrupted: the same command draws it again")
+    if stop.happened:
         leave()
     return int(has_failed)
 

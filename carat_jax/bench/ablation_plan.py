@@ -162,7 +162,9 @@ def _grid(node: yaml.Node, path: Any) -> list[dict[str, tuple[Any, str]]]:
     values = from_node(node, where)
     if not isinstance(values, Mapping) or not values:
         raise ValueError(f"{where}: {values!r} is not `key: value`")
-    values = _dotted(values)
+    values = _dotted(values, where)
+    if not values:
+        raise ValueError(f"{where}: a section without a setting is not `key: value`")
     for key, value in values.items():
         if key not in KEYS:
             raise unknown_key(key, value, where, KEYS)
@@ -175,13 +177,16 @@ def _grid(node: yaml.Node, path: Any) -> list[dict[str, tuple[Any, str]]]:
     return [_checked(dict(zip(values, found, strict=True)), where) for found in combinations]
 
 
-def _dotted(values: Mapping, prefix: str = "") -> dict[str, Any]:
+def _dotted(values: Mapping, where: str, prefix: str = "") -> dict[str, Any]:
     """Settings by dotted key, of nested or dotted ones."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         is_section = isinstance(value, Mapping) and name not in KEYS
-        found |= _dotted(value, f"{name}.") if is_section else {name: value}
+        inner = _dotted(value, where, f"{name}.") if is_section else {name: value}
+        if twice := [name for name in inner if name in found]:
+            raise ValueError(f"{where}: {twice[0]}: is given twice")
+        found |= inner
     return found
 
 

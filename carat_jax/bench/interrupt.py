@@ -21,15 +21,18 @@ class Interrupt:
     """Remembers Ctrl-C, which raises KeyboardInterrupt as ever; a second one ends the program.
 
     Python drops an exception that is raised inside a callback, such as JAX's at a garbage
-    collection, and the program would go on: `check` raises it again.
+    collection, and the program would go on: `check` raises it again. Listens within a `with`.
     """
 
     def __init__(self):
         self.happened = False
 
-    def listen(self) -> None:
-        """From here on Ctrl-C comes here."""
-        signal.signal(signal.SIGINT, self._note)
+    def __enter__(self) -> "Interrupt":
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if self.happened:

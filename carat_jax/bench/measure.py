@@ -54,12 +54,21 @@ def _processor() -> str:
 
 @functools.cache
 def _code() -> str:
-    """A short hash of the sources: a commit does not tell of edits that are not in it."""
+    """A short hash of the sources and of `tiny`: a commit does not tell of edits that it lacks."""
     digest = hashlib.sha256()
-    for folder in (pathlib.Path(carat_jax.__file__), pathlib.Path(pallas_kernels.__file__)):
-        for path in sorted(folder.parent.rglob("*.py")):
-            digest.update(path.read_bytes())
+    folders = [pathlib.Path(package.__file__).parent for package in (carat_jax, pallas_kernels)]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    weights = sorted((folders[0] / "tiny").rglob("*.safetensors"))
+    for path in [*files, *weights]:
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
+
+
+def _commit() -> str:
+    """HEAD of the repository that holds this very file, or "" where none does."""
+    git = "git", "-C", str(pathlib.Path(__file__).parent)
+    is_ours = _output(*git, "ls-files", pathlib.Path(__file__).name)
+    return _output(*git, "rev-parse", "HEAD") if is_ours else ""
 
 
 def environment(commit: str | None = None) -> dict:
@@ -67,7 +76,6 @@ def environment(commit: str | None = None) -> dict:
     device = jax.devices()[0]
     kind = device.device_kind if device.platform != "cpu" else _processor()
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    here = str(pathlib.Path(__file__).parent)
     return {
         "device": kind,
         "driver": driver.splitlines()[0] if driver else "",
@@ -75,7 +83,7 @@ def environment(commit: str | None = None) -> dict:
         "jaxlib": jaxlib.__version__,
         "python": sys.version.split()[0],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "commit": commit or _output("git", "-C", here, "rev-parse", "HEAD"),
+        "commit": commit or _commit(),
         "code": _code(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),

@@ -1,5 +1,6 @@
 """Ablations: what a file asks for, what an interruption and a failure leave, and what rows say."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -98,6 +99,11 @@ def test_each_machine_has_its_workload(tmp_path):
         ("variants: [{cache.local_layers: []}]", "cache.local_layers: an empty list is no variant"),
         ("variants: [{cache: {local_layer: full}}]", "did you mean cache.local_layers?"),
         ("base: {}\nvariants: [{}]\nbase: {}", ":3: base: is given twice"),
+        ("variants: [{cache: {}}]", "is not `key: value`"),
+        (
+            "variants: [{cache: {local_layers: full}, cache.local_layers: paged}]",
+            "cache.local_layers: is given twice",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_runs(tmp_path, text, says):
@@ -283,15 +289,16 @@ def test_a_ctrl_c_that_a_callback_swallowed_is_raised_again(tmp_path):
 def test_ctrl_c_ends_the_program_once_told_and_keeps_what_was_printed():
     program = """if True:
         import os, signal
-        from carat_jax.bench.interrupt import Interrupt, leave
-        interrupt = Interrupt()
-        interrupt.listen()
-        try:
+        from carat_jax.bench.interrupt import Interrupt
+        with Interrupt():
+            pass
+        with Interrupt() as interrupt:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                print("told", interrupt.happened)
             os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            print("told", interrupt.happened)
-        os.kill(os.getpid(), signal.SIGINT)
-        print("never")
+            print("never")
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "told True\n")
@@ -316,6 +323,22 @@ def test_the_picture_has_every_row(tmp_path):
     text = ablation_report.write(tmp_path, plan, rows)
     assert (tmp_path / "some.md").read_text() == text
     assert (tmp_path / "some.png").stat().st_size > 10_000
+
+
+def test_ctrl_c_and_a_full_disk_while_a_table_is_written_are_told(tmp_path, capsys, monkeypatch):
+    plans = [dataclasses.replace(plan_of(tmp_path, TEXT), name=name) for name in ("one", "two")]
+    bench, written = Scripted(tmp_path, {}), []
+
+    def write(folder, plan, rows):
+        written.append(plan.name)
+        raise [OSError(28, "No space left on device"), KeyboardInterrupt()][len(written) - 1]
+
+    monkeypatch.setattr(ablation_report, "write", write)
+    assert ablate._run(plans, bench, bench.rows, tmp_path, bench._interrupt) == 1
+    assert written == ["one", "two"]
+    told = capsys.readouterr().err
+    assert "error: one: [Errno 28] No space left on device" in told
+    assert "interrupted: the same command draws it again" in told
 
 
 # A real one.

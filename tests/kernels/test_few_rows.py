@@ -215,8 +215,11 @@ def test_a_per_layer_input_lowers_under_its_name_in_one_walk(device, width):
         ("measured", 32, (5376, 43008), False),  # XLA's is the faster
         ("measured", 4, (2048, 2560), False),
         ("measured", 8, (1024, 16384), False),  # an assistant's gate and up
-        ("measured", 1, (2560, 20480), False),  # E4B's: 160 tiles for 132 multiprocessors
-        ("measured", 1, (3840, 30720), True),  # 12B's: 240 tiles for twice as many
+        ("measured", 4, (5376, 18432), True),  # q, k and v of a global layer of the 31B
+        ("measured", 1, (2560, 20480), False),  # E4B's gate and up
+        ("measured", 1, (3840, 30720), False),  # 12B's
+        ("measured", 4, (3840, 10240), False),  # q, k and v of a global layer of it
+        ("measured", 32, (15360, 3840), True),  # and its down
         ("triton", 4, (2048, 2560), True),
         ("triton", 33, (2048, 2560), False),
         ("xla", 32, (5376, 16384), False),
