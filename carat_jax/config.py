@@ -287,7 +287,7 @@ class Config(Section):
                 raise ValueError(f"{field.name}: {found!r} is not a {field.type.__name__}")
 
 
-_SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[Section]] = {
     "sampling": SamplingParams,
     "cache": CacheConfig,
     "attention": AttentionConfig,
@@ -297,7 +297,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "engine": EngineConfig,
 }
 KEYS: dict[str, Key] = {
-    key.name: key for kind in (Config, *_SECTIONS.values()) for key in kind.keys().values()
+    key.name: key for kind in (Config, *SECTIONS.values()) for key in kind.keys().values()
 }
 
 
@@ -367,11 +367,11 @@ class Settings:
 
     def build(self) -> Config:
         """The configuration that these settings amount to."""
-        sections: dict[str, dict] = {name: {} for name in ("", *_SECTIONS)}
+        sections: dict[str, dict] = {name: {} for name in ("", *SECTIONS)}
         for key, value, _ in self.items():
             section, _, name = key.rpartition(".")
             sections[section][name] = value
-        built = {name: kind(**sections[name]) for name, kind in _SECTIONS.items()}
+        built = {name: kind(**sections[name]) for name, kind in SECTIONS.items()}
         return Config(**sections[""], **built)
 
     def describe(self) -> str:
@@ -400,13 +400,13 @@ def read_settings(
         values = {name: functools.reduce(getattr, name.split("."), base) for name in KEYS}
         sources = [(name, value, "Config") for name, value in values.items()]
     else:
-        sources = [] if base is None else list(from_file(base, _SECTIONS))
+        sources = [] if base is None else list(from_file(base, SECTIONS))
     sources += [from_override(text) for text in overrides]
-    sources += from_keywords(keywords or {}, _SECTIONS)
+    sources += from_keywords(keywords or {}, SECTIONS)
     given = {}
     for name, value, where in sources:
-        if name in _SECTIONS:
-            keys = ", ".join(_SECTIONS[name].keys())
+        if name in SECTIONS:
+            keys = ", ".join(SECTIONS[name].keys())
             raise ValueError(f"{where}: {name}: {value!r} is not a section; its keys are: {keys}")
         if name not in KEYS:
             raise unknown_key(name, value, where, KEYS)

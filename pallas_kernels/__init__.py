@@ -6,7 +6,12 @@ Imports nothing of `carat_jax`; the engine calls these functions and knows nothi
 from pallas_kernels.append_attention import append_attention, borrow_attention
 from pallas_kernels.expert_mlp import expert_mlp, expert_shares
 from pallas_kernels.expert_router import route_experts
-from pallas_kernels.few_rows import few_row_parts, few_row_product, gated_row_parts
+from pallas_kernels.few_rows import (
+    few_row_parts,
+    few_row_product,
+    gated_row_parts,
+    sum_parts,
+)
 from pallas_kernels.grouped_attention import grouped_attention
 from pallas_kernels.per_head_attention import per_head_attention
 from pallas_kernels.prefill_attention import prefill_attention, prefill_ring_attention
@@ -31,4 +36,5 @@ __all__ = [
     "residual_norm",
     "ring_attention",
     "route_experts",
+    "sum_parts",
 ]

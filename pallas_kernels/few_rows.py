@@ -33,8 +33,12 @@ def few_row_product(x, weight, *, impl=None, tile=None):
 
     Returns [*rows, N] in x's dtype; arguments and errors are those of `few_row_parts`.
     """
-    parts = few_row_parts(x, weight, impl=impl, tile=tile)
-    return functools.reduce(operator.add, parts).astype(x.dtype)
+    return sum_parts(few_row_parts(x, weight, impl=impl, tile=tile), x.dtype)
+
+
+def sum_parts(parts, dtype):
+    """The sum of parts [S, ...] in their order, rounded to `dtype`."""
+    return functools.reduce(operator.add, parts).astype(dtype)
 
 
 def few_row_parts(x, weight, *, impl=None, tile=None):

@@ -320,7 +320,7 @@ def few_row_tile(*, rows: int, inputs: int, outputs: int, device: str) -> Produc
 
     The 31B's products of 32 rows against XLA's: q, k and v 48.1 us and 50.5, o 28.7 and 29.9, down
     62.2 and 66.6; of 4 rows they take as long. Narrower tiles and more splits were slower. Weights
-    too small for half as many programs as multiprocessors take narrower tiles.
+    too small for 64 programs, half as many as multiprocessors, take narrower tiles.
     """
     _, multiprocessors = limits(device)
     block = min(128, inputs & -inputs)
@@ -348,9 +348,8 @@ def few_rows_win(*, rows: int, inputs: int, outputs: int, device: str) -> bool:
     the kernel a step took 3.76 ms instead of 3.73, and with the assistant's, 16.8 M numbers, a
     draft 0.08 ms longer. Steps of at most 16 rows of the 31B take as long either way.
     """
-    del rows  # up to MAX_FEW_ROWS all the same
     is_large = inputs * outputs >= 2**25 and inputs >= 2**12 and outputs <= 2**15
-    return is_measured(device) and is_large and inputs % 16 == outputs % 16 == 0
+    return rows <= MAX_FEW_ROWS and is_large and _is_tiled(inputs, outputs, device)
 
 
 def per_layer_rows_win(*, rows: int, inputs: int, outputs: int, device: str) -> bool:
@@ -360,9 +359,9 @@ def per_layer_rows_win(*, rows: int, inputs: int, outputs: int, device: str) -> 
     in E2B, a verify pass of four rows 3.71 and 3.81, 2.35 and 2.42. Every program gates all rows:
     at eight rows E4B still gains 2 % and E2B loses 1, at 32 E2B loses 2.
     """
-    return rows <= 4 and is_measured(device) and inputs % 16 == outputs % 16 == 0
+    return rows <= 4 and _is_tiled(inputs, outputs, device)
 
 
-def is_measured(device: str) -> bool:
-    """Whether tiles for this device are known."""
-    return any(name in device for name in DEVICES)
+def _is_tiled(inputs: int, outputs: int, device: str) -> bool:
+    """Whether there are tiles for a weight of these sides on this device."""
+    return inputs % 16 == outputs % 16 == 0 and any(name in device for name in DEVICES)

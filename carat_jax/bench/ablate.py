@@ -93,12 +93,12 @@ class Bench:
     def __init__(
         self, rows: Rows, environment: Mapping[str, Any], interrupt: Interrupt | None = None
     ):
-        self._rows, self._environment = rows, [environment[name] for name in _ENVIRONMENT]
+        self.rows, self.interrupt = rows, interrupt or Interrupt()
+        self._environment = [environment[name] for name in _ENVIRONMENT]
         self._weights: dict[tuple, Engine] = {}
         self._bases: dict[str, tuple[Engine, dict]] = {}
         self._references: dict[str, Reference] = {}
         self._bandwidth: float | None = None
-        self._interrupt = interrupt or Interrupt()
 
     def key(self, plan: Plan, variant: Variant) -> str:
         """Of a variant's row: its settings, the base it is raced against, workload, machine."""
@@ -109,7 +109,7 @@ class Bench:
         """Measures what is missing of a plan, the base first."""
         for variant in plan.variants:
             key = self.key(plan, variant)
-            if self._rows.finished(key):
+            if self.rows.finished(key):
                 _say(f"{plan.name}: {variant.name}: measured before")
                 continue
             _say(f"{plan.name}: {variant.name} ...")
@@ -120,12 +120,12 @@ class Bench:
                 found = {"failed": first_line(error)}
             _say(f"{plan.name}: {variant.name}: {ablation_report.in_words(found)}")
             settings = {name: value for name, value, _ in variant.settings.items()}
-            self._rows.add(
+            self.rows.add(
                 key=key, plan=plan.name, variant=variant.name, config=settings,
                 workload=vars(plan.workload), **found,
             )  # fmt: skip
             gc.collect()  # its caches, before the next one makes its own
-            self._interrupt.check()
+            self.interrupt.check()
 
     def _measure(self, plan: Plan, variant: Variant) -> dict[str, Any]:
         tokenizer = self._shared(plan).tokenizer
@@ -274,19 +274,19 @@ def main(arguments: Sequence[str]) -> int:
         _say(f"error: {error}")
         return 2
     with Interrupt() as interrupt:
-        return _run(plans, Bench(rows, records.environment, interrupt), rows, output, interrupt)
+        return _run(plans, Bench(rows, records.environment, interrupt), output)
 
 
-def _run(plans: Sequence[Plan], bench: Bench, rows: Rows, output: Path, stop: Interrupt) -> int:
+def _run(plans: Sequence[Plan], bench: Bench, output: Path) -> int:
     """Measures and reports each plan; 1 if one gave nothing or could not be written."""
     has_failed = False
     for plan in plans:
         try:
-            if not stop.happened:
+            if not bench.interrupt.happened:
                 bench.run(plan)
         except KeyboardInterrupt:
             _say("interrupted: the same command goes on from here")
-        found = rows.of(bench.key(plan, variant) for variant in plan.variants)
+        found = bench.rows.of(bench.key(plan, variant) for variant in plan.variants)
         has_failed |= bool(found) and all(row.get("failed") for row in found)
         try:
             if found:
@@ -296,7 +296,7 @@ def _run(plans: Sequence[Plan], bench: Bench, rows: Rows, output: Path, stop: In
             has_failed = True
         except KeyboardInterrupt:
             _say("interrupted: the same command draws it again")
-    if stop.happened:
+    if bench.interrupt.happened:
         leave()
     return int(has_failed)
 

@@ -8,7 +8,7 @@
     workload: {cpu: {new_tokens: 48}}             # optional; also gpu, prompt_tokens, rounds
 
 Everything is checked here, before anything is loaded: a misspelt key is refused with its line and
-the nearest key there is. Imports `config` and `setting_types` alone.
+the nearest key there is. Imports `config` and what it reads settings with alone.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ from typing import Any
 
 import yaml
 
-from carat_jax.config import KEYS, WEIGHT_KEYS, Settings, read_settings
+from carat_jax.config import KEYS, SECTIONS, WEIGHT_KEYS, Settings, read_settings
+from carat_jax.setting_sources import from_keywords
 from carat_jax.setting_types import compose, convert, from_node, unknown_key
 
 _PARTS = ("title", "base", "variants", "workload")
@@ -159,12 +160,13 @@ def _checked(values: Mapping, where: str) -> dict[str, tuple[Any, str]]:
 def _grid(node: yaml.Node, path: Any) -> list[dict[str, tuple[Any, str]]]:
     """The variants of one list item: every combination of the values it lists."""
     where = f"{path}:{node.start_mark.line + 1}"
-    values = from_node(node, where)
-    if not isinstance(values, Mapping) or not values:
-        raise ValueError(f"{where}: {values!r} is not `key: value`")
-    values = _dotted(values, where)
+    given, values = from_node(node, where), {}
+    for key, value, _ in from_keywords(given, SECTIONS) if isinstance(given, Mapping) else ():
+        if key in values:
+            raise ValueError(f"{where}: {key}: is given twice")
+        values[key] = value
     if not values:
-        raise ValueError(f"{where}: a section without a setting is not `key: value`")
+        raise ValueError(f"{where}: {given!r} is not `key: value`")
     for key, value in values.items():
         if key not in KEYS:
             raise unknown_key(key, value, where, KEYS)
@@ -175,19 +177,6 @@ def _grid(node: yaml.Node, path: Any) -> list[dict[str, tuple[Any, str]]]:
     choices = [value if isinstance(value, list) else [value] for value in values.values()]
     combinations = itertools.product(*choices)
     return [_checked(dict(zip(values, found, strict=True)), where) for found in combinations]
-
-
-def _dotted(values: Mapping, where: str, prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted key, of nested or dotted ones."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        is_section = isinstance(value, Mapping) and name not in KEYS
-        inner = _dotted(value, where, f"{name}.") if is_section else {name: value}
-        if twice := [name for name in inner if name in found]:
-            raise ValueError(f"{where}: {twice[0]}: is given twice")
-        found |= inner
-    return found
 
 
 def _names(tried: Sequence[Mapping]) -> list[str]:

@@ -6,8 +6,6 @@ The formulas are those of transformers 5.17 (`modeling_gemma4`), where Gemma 4 d
 predecessors: norm weights multiply as they are, without one added, and scores are not scaled.
 """
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from carat_jax.array_types import Array, Float, Int
-from pallas_kernels import few_row_parts, tiles
+from pallas_kernels import few_row_parts, sum_parts, tiles
 
 
 def precision(dtype: DTypeLike) -> lax.Precision | None:
@@ -117,7 +115,7 @@ def linear(
 
 def joined(parts: Float[Array, "S ..."], weight: Float[Array, "F D"], in_parts: bool) -> Array:
     """Parts of a product with `weight` as they are, or their sum, rounded to its type."""
-    return parts if in_parts else functools.reduce(operator.add, parts).astype(weight.dtype)
+    return parts if in_parts else sum_parts(parts, weight.dtype)
 
 
 def few_row_impl(
@@ -134,13 +132,10 @@ def few_row_impl(
       rows, inputs, outputs: of the product.
       wins: the rule for "measured".
     """
-    if products == "xla" or rows > tiles.MAX_FEW_ROWS:
-        return "xla"
     if products == "measured":
-        device = tiles.current_device()
         shape = {"rows": rows, "inputs": inputs, "outputs": outputs}
-        return "triton" if wins(**shape, device=device) else "xla"
-    return products
+        return "triton" if wins(**shape, device=tiles.current_device()) else "xla"
+    return products if rows <= tiles.MAX_FEW_ROWS else "xla"
 
 
 def embed(tokens: Int[Array, "B T"], table: Float[Array, "V D"], factor: float) -> Array:

@@ -191,7 +191,7 @@ class Scripted(Bench):
         self._records = Records(str(folder / "rows.jsonl"), "abc1234", echo=False)
         rows = Rows(folder / "rows.jsonl", self._records)
         super().__init__(rows, self._records.environment)
-        self.rows, self.script, self.measured = rows, script, []
+        self.script, self.measured = script, []
 
     def _measure(self, plan, variant):
         self.measured.append(variant.name)
@@ -280,7 +280,7 @@ def test_lines_that_are_no_rows_are_passed_over(tmp_path):
 def test_a_ctrl_c_that_a_callback_swallowed_is_raised_again(tmp_path):
     plan = plan_of(tmp_path, TEXT)
     bench = Scripted(tmp_path, {})
-    bench._interrupt.happened = True
+    bench.interrupt.happened = True
     with pytest.raises(KeyboardInterrupt):
         bench.run(plan)
     assert bench.measured == ["base"]
@@ -334,7 +334,7 @@ def test_ctrl_c_and_a_full_disk_while_a_table_is_written_are_told(tmp_path, caps
         raise [OSError(28, "No space left on device"), KeyboardInterrupt()][len(written) - 1]
 
     monkeypatch.setattr(ablation_report, "write", write)
-    assert ablate._run(plans, bench, bench.rows, tmp_path, bench._interrupt) == 1
+    assert ablate._run(plans, bench, tmp_path) == 1
     assert written == ["one", "two"]
     told = capsys.readouterr().err
     assert "error: one: [Errno 28] No space left on device" in told

@@ -18,6 +18,7 @@ from pallas_kernels import few_row_parts, few_row_product, gated_row_parts, tile
 from pallas_kernels.tiles import ProductTile
 from tests.kernels.bodies import relative_error
 from tests.kernels.lowering import lower
+from tests.oracle import gelu_tanh
 
 ON_GPU = jax.default_backend() == "gpu"
 IMPL = "triton" if ON_GPU else "interpret"
@@ -102,8 +103,7 @@ def exactly_gated(gates, ups, layer, weight):
     dtype = ups.dtype
     gates, ups, weight = (np.asarray(array).astype(np.float64) for array in (gates, ups, weight))
     gate = gates.sum(0).astype(dtype).astype(np.float64)
-    gelu = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
-    return (gelu * ups[..., layer, :]).astype(dtype).astype(np.float64) @ weight
+    return (gelu_tanh(gate) * ups[..., layer, :]).astype(dtype).astype(np.float64) @ weight
 
 
 @pytest.mark.gpu
