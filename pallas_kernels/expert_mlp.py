@@ -1,14 +1,16 @@
 """The experts of a mixture: only the weights of chosen experts are read, each of them once.
 
-A pair is a token and one of its experts. A program takes all tokens of one expert (of up to
-`FEW_ROWS` tokens in all; of more, a tile of them from the pairs sorted by expert) and some columns
-of that expert's matrices, so that a verify pass reads the union of its rows' experts once. One
-kernel does gate, up, gelu and their product, the second down and the pair's weight; a token's
-shares are then summed in the order of its choices, here or by `mixture_norm`. No atomics: the
-result is the same bit for bit, and a row's does not depend on its neighbours'.
+A pair is a token and one of its experts. A program takes the tokens of one expert and some columns
+of that expert's matrices, so that a verify pass reads the union of its rows' experts once. Of up to
+`FEW_ROWS` tokens it finds its own among all of them, a tile of 16 after the other, which more than
+one is only where more than 16 tokens agree; pairs of more tokens are sorted by expert first, and a
+program has one tile. One kernel does gate, up, gelu and their product, the second down and the
+pair's weight; a token's shares are then summed in the order of its choices, here or by
+`mixture_norm`. No atomics: the result is the same bit for bit, and a row's does not depend on its
+neighbours'.
 
-The grid has a program for every pair, whatever was chosen: of the pairs that share an expert the
-first one's program works and the others stop at once.
+The grid has a program for every expert, or for every pair where those are fewer, whatever was
+chosen: one without tokens stops at once.
 """
 
 import dataclasses
@@ -88,9 +90,10 @@ def expert_shares(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
 
 @dataclasses.dataclass(frozen=True)
 class Direct:
-    """Pairs of few tokens: row r of a program's tile is token r, if it chose the program's expert.
+    """Pairs of few tokens, as the router left them: a program looks for its expert in all of them.
 
-    The program of pair p belongs to p's expert and works if no earlier pair has the same.
+    A program belongs to an expert, or where there are fewer pairs than experts to a pair, whose
+    expert's it is if no earlier pair has the same.
     """
 
     num_rows: int
@@ -99,24 +102,42 @@ class Direct:
 
     @property
     def num_programs(self) -> int:
-        """One a pair."""
-        return self.num_rows * self.top_k
+        """As many as there can be experts with a token."""
+        return min(self.num_rows * self.top_k, self.num_experts)
+
+    def most_tiles(self, tile_rows):
+        """Tiles of an expert that every token chose."""
+        return pl.cdiv(self.num_rows, tile_rows)
 
     def find(self, tile_rows, chosen_ref):
-        """(expert, whether there is work, tokens of the tile, their pairs, which of them exist)."""
-        slot = pl.program_id(1)
-        row, k = jnp.arange(tile_rows)[:, None], jnp.arange(next_power_of_two(self.top_k))[None]
-        pair = row * self.top_k + k
-        exists = (row < self.num_rows) & (k < self.top_k)
+        """(expert, number of its tiles, function of a tile: its tokens, pairs, which exist)."""
+        slot, num_pairs = pl.program_id(1), self.num_rows * self.top_k
+        row = jnp.arange(max(tile_rows, next_power_of_two(self.num_rows)))
+        k = jnp.arange(next_power_of_two(self.top_k))[None]
+        pair = row[:, None] * self.top_k + k
+        exists = (row[:, None] < self.num_rows) & (k < self.top_k)
         ids = plt.load(chosen_ref.at[pair], mask=exists, other=self.num_experts)
-        expert = chosen_ref[slot]
+        by_pair = num_pairs < self.num_experts
+        expert = chosen_ref[slot] if by_pair else slot
         hit = ids == expert
-        first = jnp.where(hit, pair, self.num_programs).min()
-        works = (first == slot) & (expert < self.num_experts)
-        hit &= works
+        if by_pair:
+            first = jnp.where(hit, pair, num_pairs).min()
+            hit &= (first == slot) & (expert < self.num_experts)
+        mine = hit.astype(jnp.int32).max(1)
         # Rows without a pair still name different ones: the interpreter writes masked rows back.
-        pair = (row * self.top_k + jnp.where(hit, k, 0)).max(1)
-        return expert, works, row[:, 0], pair, hit.sum(1) > 0
+        pair = (row[:, None] * self.top_k + jnp.where(hit, k, 0)).max(1)
+        if self.most_tiles(tile_rows) == 1:  # row r of the tile is token r
+            return expert, mine.max(), lambda _: (row, pair, mine > 0)
+        place = jnp.where(row[None] < row[:, None], mine[None], 0).sum(1)  # among the expert's
+        count = mine.sum()
+
+        def rows_of(tile):
+            wanted = tile * tile_rows + jnp.arange(tile_rows)
+            at = (place[None] == wanted[:, None]) & (mine[None] > 0)
+            token, found = (jnp.where(at, x[None], 0).sum(1) for x in (row, pair))
+            return token, jnp.where(wanted < count, found, num_pairs), wanted < count
+
+        return expert, pl.cdiv(count, tile_rows), rows_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +147,21 @@ class Sorted:
     num_programs: int
     top_k: int
 
+    def most_tiles(self, tile_rows):
+        """A program has one."""
+        return 1
+
     def find(self, tile_rows, order_ref, experts_ref, starts_ref, ends_ref):
-        """(expert, whether there is work, tokens of the tile, their pairs, which of them exist)."""
+        """(expert, number of its tiles, function of a tile: its tokens, pairs, which exist)."""
         group = pl.program_id(1)
         start, end = starts_ref[group], ends_ref[group]
-        place = start + jnp.arange(tile_rows)
-        pair = plt.load(order_ref.at[place], mask=place < len(order_ref), other=len(order_ref))
-        return experts_ref[group], start < end, pair // self.top_k, pair, place < end
+
+        def rows_of(_):
+            place = start + jnp.arange(tile_rows)
+            pair = plt.load(order_ref.at[place], mask=place < len(order_ref), other=len(order_ref))
+            return pair // self.top_k, pair, place < end
+
+        return experts_ref[group], (start < end).astype(jnp.int32), rows_of
 
 
 def _sort_pairs(chosen, num_experts, tile_rows):
@@ -154,13 +183,8 @@ def _sort_pairs(chosen, num_experts, tile_rows):
     return order, known, first, jnp.where(expert < num_experts, ends[known], 0)
 
 
-def _sum_blocks(tile, num_inputs, works, load_rows, weight_refs, expert, columns):
-    """Products of the tile's rows with columns of some matrices of an expert, float32.
-
-    A program that does not work loads nothing.
-    """
-    # Not a `where` of two constants: Pallas would give them the type of the condition.
-    steps = works.astype(jnp.int32) * (num_inputs // tile.block)
+def _sum_blocks(tile, num_inputs, load_rows, weight_refs, expert, columns):
+    """Products of the tile's rows with columns of some matrices of an expert, float32."""
     on_matrix_units = tile.rows >= 16
     shape = (tile.rows, tile.columns) if on_matrix_units else (tile.rows, tile.columns, tile.block)
 
@@ -174,7 +198,7 @@ def _sum_blocks(tile, num_inputs, works, load_rows, weight_refs, expert, columns
         return [t + rows * w.astype(jnp.float32)[None] for t, w in zip(sums, blocks, strict=True)]
 
     sums = [jnp.zeros(shape, jnp.float32) for _ in weight_refs]
-    sums = lax.fori_loop(0, steps, step, sums)
+    sums = lax.fori_loop(0, num_inputs // tile.block, step, sums)
     return sums if on_matrix_units else [total.sum(2) for total in sums]
 
 
@@ -187,30 +211,47 @@ def _masked_rows(ref, rows, exists):
     return load
 
 
+def _each_tile(num_tiles, most, run):
+    """run(i) for every tile; a loop, where one tile is the most, would take twice the registers."""
+    if most == 1:
+        pl.when(num_tiles > 0)(lambda: run(0))
+    else:
+        lax.fori_loop(0, num_tiles, lambda i, _: run(i), None)
+
+
 def _gate_up_kernel(pairs, tile, x_ref, gate_up_ref, *refs):
-    """gelu(gate x) * up x of one expert's tokens: grid (column tiles, tiles of pairs)."""
+    """gelu(gate x) * up x of one expert's tokens: grid (column tiles, `pairs`' programs)."""
     *tables, out_ref = refs
-    expert, works, token, pair, exists = pairs.find(tile.rows, *tables)
+    expert, num_tiles, rows_of = pairs.find(tile.rows, *tables)
     first = pl.program_id(0) * tile.columns
-    columns = pl.ds(first, tile.columns)
-    load = _masked_rows(x_ref, token, exists)
-    weights = [(gate_up_ref, (i,)) for i in range(2)]
-    gate, up = _sum_blocks(tile, x_ref.shape[1], works, load, weights, expert, columns)
-    at = out_ref.at[pair[:, None], first + jnp.arange(tile.columns)[None]]
-    plt.store(at, (gelu(gate) * up).astype(out_ref.dtype), mask=exists[:, None])
+    columns, weights = pl.ds(first, tile.columns), [(gate_up_ref, (i,)) for i in range(2)]
+
+    def run(i):
+        token, pair, exists = rows_of(i)
+        load = _masked_rows(x_ref, token, exists)
+        gate, up = _sum_blocks(tile, x_ref.shape[1], load, weights, expert, columns)
+        at = out_ref.at[pair[:, None], first + jnp.arange(tile.columns)[None]]
+        plt.store(at, (gelu(gate) * up).astype(out_ref.dtype), mask=exists[:, None])
+
+    _each_tile(num_tiles, pairs.most_tiles(tile.rows), run)
 
 
 def _down_kernel(pairs, tile, gated_ref, down_ref, weight_ref, *refs):
-    """One expert's share of its tokens, weighted: grid (column tiles, tiles of pairs)."""
+    """One expert's share of its tokens, weighted: grid (column tiles, `pairs`' programs)."""
     *tables, out_ref = refs
-    expert, works, _, pair, exists = pairs.find(tile.rows, *tables)
+    expert, num_tiles, rows_of = pairs.find(tile.rows, *tables)
     first = pl.program_id(0) * tile.columns
-    load = _masked_rows(gated_ref, pair, exists)
     columns, weights = pl.ds(first, tile.columns), [(down_ref, ())]
-    (total,) = _sum_blocks(tile, gated_ref.shape[1], works, load, weights, expert, columns)
-    weight = plt.load(weight_ref.at[pair], mask=exists, other=0.0)
-    at = out_ref.at[pair[:, None], first + jnp.arange(tile.columns)[None]]
-    plt.store(at, total * weight[:, None], mask=exists[:, None])
+
+    def run(i):
+        _, pair, exists = rows_of(i)
+        load = _masked_rows(gated_ref, pair, exists)
+        (total,) = _sum_blocks(tile, gated_ref.shape[1], load, weights, expert, columns)
+        weight = plt.load(weight_ref.at[pair], mask=exists, other=0.0)
+        at = out_ref.at[pair[:, None], first + jnp.arange(tile.columns)[None]]
+        plt.store(at, total * weight[:, None], mask=exists[:, None])
+
+    _each_tile(num_tiles, pairs.most_tiles(tile.rows), run)
 
 
 def _call(name, kernel, pairs, tile: ProductTile, arrays, columns, out, interpret):
@@ -237,7 +278,7 @@ def _run(x, weights, chosen, gate_up, down, *, tile, interpret):
     (rows, top_k), (num_experts, _, width, hidden) = chosen.shape, gate_up.shape
     first, second = tile
     chosen = chosen.astype(jnp.int32)
-    if rows <= first.rows:
+    if rows <= tiles.FEW_ROWS:
         pairs, tables = Direct(rows, top_k, num_experts), (chosen.reshape(-1),)
     else:
         tables = _sort_pairs(chosen, num_experts, first.rows)

@@ -284,7 +284,7 @@ class ProductTile:
         return itemsize * buffers * self.block * (self.rows + matrices * self.columns)
 
 
-# Above this many tokens pairs are sorted by expert first; below, a program holds all tokens.
+# Above this many tokens pairs are sorted by expert first; below, a program looks for its own.
 FEW_ROWS = 64
 
 
@@ -293,11 +293,13 @@ def expert_tiles(
 ) -> tuple[ProductTile, ProductTile]:
     """Tiles of the gate-up product and of the down product of `rows` tokens.
 
-    Narrow tiles give every multiprocessor a program even when one token reads eight experts.
+    Narrow tiles give every multiprocessor a program even when one token reads eight experts. Few
+    rows, because few tokens share an expert: with tiles that hold all 64 tokens, four of which an
+    expert has on average, a layer of the 26B takes 557 us instead of 375, with 32 rows 440.
     """
     memory, _ = limits(device)
     is_few = rows <= FEW_ROWS
-    tile_rows = _rows(rows, FEW_ROWS)
+    tile_rows = 16 if is_few else FEW_ROWS
     tiles = []
     for matrices, inputs, outputs in ((2, hidden, width), (1, width, hidden)):
         columns, block = (32 if matrices == 2 and is_few else 64), (128 if is_few else 64)

@@ -79,7 +79,6 @@ def _routed(records, fixed, x, layers, moved, ceiling):
 
 def expert_tile_candidates(num_rows):
     """Tiles of both products: each against the choice of `tiles` for the other."""
-    rows = max(16, num_rows)
     gate_ups = [
         *((16, 128, 4, 4), (16, 256, 4, 3), (32, 64, 4, 4), (32, 256, 4, 3), (32, 128, 2, 4)),
         *((32, 128, 8, 4), (32, 128, 4, 3), (32, 128, 4, 5), (64, 64, 4, 4), (64, 128, 8, 3)),
@@ -96,14 +95,14 @@ def expert_tile_candidates(num_rows):
         device=jax.devices()[0].device_kind,
     )
 
-    def made(rows, sizes):
+    def made(sizes, rows=first.rows):
         return ProductTile(rows=rows, **dict(zip(names, sizes, strict=True)))
 
     yield first, second
-    yield from ((made(rows, sizes), second) for sizes in gate_ups)
-    yield from ((first, made(rows, sizes)) for sizes in downs)
+    yield from ((made(sizes), second) for sizes in gate_ups)
+    yield from ((first, made(sizes)) for sizes in downs)
     if num_rows <= 4:  # without matrix instructions
         narrow = [(16, 128, 4, 1), (16, 256, 4, 1), (32, 64, 4, 1), (32, 128, 8, 1), (16, 64, 2, 1)]
-        yield from ((made(num_rows, sizes), second) for sizes in narrow)
+        yield from ((made(sizes, num_rows), second) for sizes in narrow)
         narrow = [(16, 64, 2, 1), (32, 64, 4, 1), (64, 64, 4, 1), (64, 64, 8, 1)]
-        yield from ((first, made(num_rows, sizes)) for sizes in narrow)
+        yield from ((first, made(sizes, num_rows)) for sizes in narrow)

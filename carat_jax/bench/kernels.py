@@ -50,7 +50,7 @@ _CONTEXTS = flags.DEFINE_list("contexts", ["6005", "32005", "131005"], "Keys of 
 _COUNTS = flags.DEFINE_string(
     "counts", "5960:6081:1", "Key counts of `padding`, from:to:step.", **_own
 )
-_ROWS = flags.DEFINE_list("rows", ["1", "4", "8", "64"], "Tokens of `experts`.", **_own)
+_ROWS = flags.DEFINE_list("rows", ["1", "4", "8", "16", "32", "64"], "Tokens of `experts`.", **_own)
 flags.DEFINE_boolean("help", False, "Print this.", **_own)
 _GIB = 2**30
 GLOBAL_12B = {"heads": 16, "kv_heads": 1, "head_dim": 512}

@@ -109,10 +109,11 @@ def test_shares_are_those_of_each_expert_alone(num_rows, impl):
 
 
 @pytest.mark.gpu
-def test_a_row_is_the_same_bit_for_bit_whoever_its_neighbours_are():
-    x, weights, chosen, gate_up, down = make("random", 8)
+@pytest.mark.parametrize("num_rows", [8, 40])
+def test_a_row_is_the_same_bit_for_bit_whoever_its_neighbours_are(num_rows):
+    x, weights, chosen, gate_up, down = make("random", num_rows)
     together = np.asarray(RUN(x, weights, chosen, gate_up, down))
-    for row in (0, 5):
+    for row in (0, 5, num_rows - 1):
         others = jnp.full_like(chosen, SIZES[0]).at[row].set(chosen[row])
         alone = np.asarray(RUN(x, weights, others, gate_up, down))
         np.testing.assert_array_equal(alone[row], together[row])
