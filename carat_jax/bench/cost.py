@@ -1,9 +1,10 @@
 """The least a step has to do: bytes to read and operations, by layer kind and part.
 
 Weights count by their declared leaves, each read once a pass, but of a table that is looked up the
-rows that are wanted; keys and values count where a query may see them. What an implementation moves
-beyond that (a cache read whole, activations) is its own affair and shows as a share of the limit
-below one. Kinds and parts are those of `kernel_trace`.
+rows that are wanted, and of a mixture the experts that were counted, or as many as chance takes;
+keys and values count where a query may see them. What an implementation moves beyond that (a cache
+read whole, activations) is its own affair and shows as a share of the limit below one. Kinds and
+parts are those of `kernel_trace`.
 """
 
 import dataclasses
@@ -47,12 +48,18 @@ def total(costs: Mapping[Any, Cost]) -> Cost:
 
 
 def pass_costs(
-    engine: Engine, context: int, rows: int, slots: int = 1, logit_rows: int | None = None
+    engine: Engine,
+    context: int,
+    rows: int,
+    slots: int = 1,
+    logit_rows: int | None = None,
+    experts_read: float | None = None,
 ) -> dict[tuple[str, str], Cost]:
     """The target's pass over `rows` new positions of each of `slots` slots after `context`.
 
     The logits of `logit_rows` rows a slot count: of all unless given, of 1 in a prefill. Layers
-    that own no keys have to run for those rows alone.
+    that own no keys have to run for those rows alone. A mixture reads `experts_read` experts a
+    layer; None is as many as tokens take that choose by chance.
     """
     model, costs = engine.model, defaultdict(Cost)
     logit_rows = rows if logit_rows is None else logit_rows
@@ -66,7 +73,7 @@ def pass_costs(
             looked_up = min(1.0, rows * slots / model.vocab_size_per_layer_input)
             costs[kind, "rest"] += Cost(leaf.nbytes * looked_up)
         elif "experts" in names:
-            costs[kind, "experts"] += _experts(leaf, layer, used * slots)
+            costs[kind, "experts"] += _experts(leaf, layer, used * slots, experts_read)
         else:
             costs[kind, _part(names)] += _product(leaf, used * slots)
     for layer in model.layers:
@@ -137,10 +144,10 @@ def _product(leaf: jax.Array, rows: int) -> Cost:
     return Cost(leaf.nbytes, 2.0 * leaf.size * rows if leaf.ndim > 1 else 0.0)
 
 
-def _experts(leaf: jax.Array, layer: LayerSpec, rows: int) -> Cost:
-    """The experts that `rows` tokens take, each `top_k_experts` of them by chance."""
+def _experts(leaf: jax.Array, layer: LayerSpec, rows: int, read: float | None) -> Cost:
+    """The experts that `rows` tokens take, `read` of them or what is to be expected by chance."""
     share = layer.top_k_experts / layer.num_experts
-    touched = 1 - (1 - share) ** rows
+    touched = 1 - (1 - share) ** rows if read is None else read / layer.num_experts
     return Cost(leaf.nbytes * touched, 2.0 * leaf.size * share * rows)
 
 

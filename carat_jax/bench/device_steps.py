@@ -32,6 +32,8 @@ class DeviceStep:
 
     Attributes:
       loop: the engine's loop, whose state every call consumes and replaces.
+      rows: tokens `[B, T]` and how many are real, `[B]`, of a pass that is always the same; None
+        of one that goes on from its own tokens.
       compiled: the executable, once `compile_all` has made it.
     """
 
@@ -41,8 +43,9 @@ class DeviceStep:
         lowered: Any,
         call: Callable[[Any], Any],
         options: Mapping[str, str] | None = None,
+        rows: tuple[np.ndarray, np.ndarray] | None = None,
     ):
-        self.loop, self.compiled = loop, None
+        self.loop, self.compiled, self.rows = loop, None, rows
         self._lowered, self._call, self._options = lowered, call, options
 
     def compile(self) -> None:
@@ -55,7 +58,7 @@ class DeviceStep:
         Of kernels in a CUDA graph a profiler does not tell which instruction they came from.
         """
         options = {**compiler_options(), **_NO_GRAPHS} if jax.default_backend() == "gpu" else None
-        return DeviceStep(self.loop, self._lowered, self._call, options)
+        return DeviceStep(self.loop, self._lowered, self._call, options, self.rows)
 
     @property
     def temp_bytes(self) -> int:
@@ -137,7 +140,7 @@ def whole_round(loop: EngineLoop) -> DeviceStep:
 
 def verify(loop: EngineLoop, num_rows: int) -> DeviceStep:
     """The target's pass over `num_rows` rows of every slot, alone."""
-    tokens = np.ones((loop.num_slots, num_rows), np.int32)
+    tokens = _some_tokens(loop, loop.num_slots, num_rows)
     num_valid = np.full(loop.num_slots, num_rows, np.int32)
     lowered = loop._steps.verify.lower(loop._params, loop._state.bank, tokens, num_valid)
 
@@ -146,12 +149,12 @@ def verify(loop: EngineLoop, num_rows: int) -> DeviceStep:
         loop._state = dataclasses.replace(loop._state, bank=bank)
         return hidden
 
-    return DeviceStep(loop, lowered, call)
+    return DeviceStep(loop, lowered, call, rows=(tokens, num_valid))
 
 
 def prefill(loop: EngineLoop, size: int) -> DeviceStep:
     """A chunk of `size` positions of slot 0, always on top of the same cached positions."""
-    tokens, num_valid = np.ones((1, size), np.int32), np.full(1, size, np.int32)
+    tokens, num_valid = _some_tokens(loop, 1, size), np.full(1, size, np.int32)
     slot, lengths = np.zeros(1, np.int32), np.asarray(loop._state.bank.lengths)
     lowered = loop._steps.prefill.lower(loop._params, loop._state, tokens, num_valid, slot)
 
@@ -162,6 +165,11 @@ def prefill(loop: EngineLoop, size: int) -> DeviceStep:
         return logits
 
     return DeviceStep(loop, lowered, call)
+
+
+def _some_tokens(loop: EngineLoop, *shape: int) -> np.ndarray:
+    """Ids drawn at random: a mixture would send equal ones to the same experts."""
+    return np.random.default_rng(0).integers(loop.model.vocab_size, size=shape, dtype=np.int32)
 
 
 def compile_all(steps: Mapping[str, DeviceStep]) -> float:

@@ -14,6 +14,7 @@ without it rows are only printed.
 """
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from absl import flags
 from carat_jax.bench import command, cost, device_steps, latency_report, measure, workload
 from carat_jax.bench.cost import Cost
 from carat_jax.bench.drawing import check_can_draw
+from carat_jax.bench.expert_reads import experts_read
 from carat_jax.bench.measure import Records
 from carat_jax.bench.replay import (
     EngineStep,
@@ -85,31 +87,36 @@ def queued_rows(
     pairs: Mapping[str, Pair], context: int, count: int, limits: Limits
 ) -> dict[Case, dict[str, Any]]:
     """Times the executables of all `pairs`, by what is set in them, in turns, and their ratios."""
-    steps, least = {}, {}
+    steps, costs = {}, {}
     for setting, (plain, drafted) in pairs.items():
         slots = plain.config.engine.max_batch
-        once = cost.total(cost.pass_costs(plain, context, 1, slots))
-        decode = device_steps.whole_round(device_steps.filled(plain, context))
-        steps["decode", setting], least["decode", setting] = decode, once
+        steps["decode", setting] = device_steps.whole_round(device_steps.filled(plain, context))
         steps["verify_1", setting] = device_steps.verify(plain.loop, 1)
-        least["verify_1", setting] = once
+        once = functools.partial(cost.pass_costs, plain, context, 1, slots)
+        costs |= {("decode", setting): once, ("verify_1", setting): once}
         if drafted is not None:
             rows, loop = drafted.loop.num_rows, device_steps.filled(drafted, context)
             verify, whole = (f"verify_{rows}", setting), ("round", setting)
             steps[verify] = device_steps.verify(loop, rows)
             steps[whole] = device_steps.whole_round(loop)
-            least[verify] = cost.total(cost.pass_costs(drafted, context, rows, slots))
-            draft = cost.total(cost.draft_costs(drafted, context, slots))
-            least[whole] = least[verify] + draft
+            one = functools.partial(cost.pass_costs, drafted, context, rows, slots)
+            costs |= {verify: one, whole: one}
     compile_s = device_steps.compile_all(steps)
     times = device_steps.alternate(steps, count)
     median = device_steps.medians(times)
+    read = {case: experts_read(step) for case, step in steps.items()}
+    least = {case: cost.total(costs[case](experts_read=read[case])) for case in steps}
+    for setting, (_, drafted) in pairs.items():
+        if drafted is not None:
+            slots = drafted.config.engine.max_batch
+            least["round", setting] += cost.total(cost.draft_costs(drafted, context, slots))
     records = {
         case: {
             "ms": seconds * 1e3,
             "ms_min": min(times[case]) * 1e3,
             "ms_max": max(times[case]) * 1e3,
             **limits.shares(least[case], seconds),
+            **({} if read[case] is None else {"experts_read": read[case]}),
             "temp_mb": steps[case].temp_bytes / 1e6,
             "compile_s_all": compile_s,
         }

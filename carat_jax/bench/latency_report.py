@@ -41,7 +41,8 @@ def name_of(row: Mapping[str, Any]) -> str:
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     """Two Markdown tables: steps that are queued, and streams through the public engine."""
-    queued = [_QUEUED] + [
+    has_experts = any("experts_read" in row for row in rows)
+    queued = [(*_QUEUED, *(["experts read"] if has_experts else []))] + [
         (
             str(row["context"]),
             str(row["batch"]),
@@ -50,6 +51,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{row['least_gb']:.2f}",
             f"{row['gb_per_s']:.0f}",
             f"{row['of_limit']:.0%}",
+            *([f"{row['experts_read']:.1f}"] if "experts_read" in row else [""] * has_experts),
         )
         for row in rows
         if "ms" in row

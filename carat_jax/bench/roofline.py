@@ -12,8 +12,9 @@ Writes `roofline.jsonl` (appended to), every kernel of each phase as text, and t
 pictures of all rows, to --output; without it rows and the longest kernels are only printed.
 """
 
+import functools
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from absl import flags
 from carat_jax.bench import command, cost, device_steps, kernel_trace, measure, roofline_report
 from carat_jax.bench.cost import Cost
 from carat_jax.bench.drawing import check_can_draw
+from carat_jax.bench.expert_reads import experts_read
 from carat_jax.bench.kernel_trace import Kernel
 from carat_jax.bench.measure import Records
 from carat_jax.engine.api import Engine
@@ -54,24 +56,33 @@ class Phases:
         context, chunk = _CONTEXT.value, min(_CHUNK.value, _CONTEXT.value)
         sizes = {"max_batch": batch, "max_context": device_steps.with_room(base, context)}
         self.steps: dict[str, device_steps.DeviceStep] = {}
-        self.least: dict[str, _Costs] = {}
+        # By the experts that a layer reads; of the round what its draft reads as well.
+        self.costs: dict[str, Callable[..., dict[tuple[str, str], Cost]]] = {}
+        self.draft: _Costs = {}
         plain = base.variant(engine=sizes, decode={"drafter": "none"})
         if "prefill" in _PHASES.value:
             loop = device_steps.filled(plain.variant(), context - chunk)
             self.steps["prefill"] = device_steps.prefill(loop, chunk)
-            self.least["prefill"] = cost.pass_costs(plain, context - chunk, chunk, logit_rows=1)
+            at = plain, context - chunk, chunk
+            self.costs["prefill"] = functools.partial(cost.pass_costs, *at, logit_rows=1)
         if "decode" in _PHASES.value:
             self.steps["decode"] = device_steps.whole_round(device_steps.filled(plain, context))
-            self.least["decode"] = cost.pass_costs(plain, context, 1, batch)
+            self.costs["decode"] = functools.partial(cost.pass_costs, plain, context, 1, batch)
         if {"verify", "round"} & set(_PHASES.value):
             drafting = {"drafter": _DRAFTER.value, "draft_len": _DRAFT_LEN.value}
             drafted = base.variant(engine=sizes, decode=drafting)
             loop, rows = device_steps.filled(drafted, context), drafted.loop.num_rows
             self.steps["verify"] = device_steps.verify(loop, rows)
-            self.least["verify"] = cost.pass_costs(drafted, context, rows, batch)
             self.steps["round"] = device_steps.whole_round(loop)
-            draft = cost.draft_costs(drafted, context, batch)
-            self.least["round"] = {**self.least["verify"], **draft}
+            one = functools.partial(cost.pass_costs, drafted, context, rows, batch)
+            self.costs |= {"verify": one, "round": one}
+            self.draft = cost.draft_costs(drafted, context, batch)
+
+    def least(self, phase: str) -> tuple[dict[tuple[str, str], Cost], float | None]:
+        """What a phase has to do, and the experts a layer reads, counted where they vary."""
+        read = None if phase == "prefill" else experts_read(self.steps[phase])
+        costs = self.costs[phase](experts_read=read)
+        return {**costs, **(self.draft if phase == "round" else {})}, read
 
 
 def part_rows(
@@ -140,7 +151,7 @@ def _measure(base: Engine, batch: int, rates: tuple[float, float], output: Path 
             listing = output / f"kernels-{phase}-batch{batch}.txt"
             listing.write_text(kernel_list(phase, listed), encoding="utf-8")
         print(kernel_list(phase, listed[: _TOP.value]))
-        groups, least = kernel_trace.grouped(kernels, base.model), phases.least[phase]
+        groups, (least, read) = kernel_trace.grouped(kernels, base.model), phases.least(phase)
         parts = part_rows(groups, least, rates)
         for row in parts:
             yield phase, row
@@ -148,6 +159,7 @@ def _measure(base: Engine, batch: int, rates: tuple[float, float], output: Path 
         yield (
             phase,
             step_row(parts, seconds[phase], cost.total(least), rates)
+            | ({} if read is None else {"experts_read": read})
             | {"xla_gb": counted.get("bytes accessed", 0.0) / 1e9}
             | {"xla_tflop": counted.get("flops", 0.0) / 1e12, "compile_s": compile_s},
         )

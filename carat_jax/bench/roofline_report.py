@@ -72,7 +72,8 @@ def tables(rows: Sequence[Row]) -> str:
     texts = []
     for (phase, batch, context), (step, found) in by_phase(rows).items():
         lines = [
-            f"**{phase}**, batch {batch}, {context:,} keys: {step['us'] / 1e3:.3f} ms, "
+            f"**{phase}**, batch {batch}, {context:,} keys{_experts(step)}: "
+            f"{step['us'] / 1e3:.3f} ms, "
             f"{step['of_limit']:.0%} of the limit; everything but the matmuls "
             f"{step['but_matmuls_us']:.0f} us\n",
             "| " + " | ".join(_HEAD) + " |",
@@ -91,6 +92,11 @@ def tables(rows: Sequence[Row]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
         texts.append("\n".join(lines) + "\n")
     return "\n".join(texts)
+
+
+def _experts(step: Row) -> str:
+    """How many experts a layer read, of a mixture."""
+    return f", {step['experts_read']:.1f} experts a layer" if "experts_read" in step else ""
 
 
 def draw(phases: Mapping[tuple, tuple[Row, dict[str, dict[str, float]]]]):

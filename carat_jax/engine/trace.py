@@ -85,7 +85,9 @@ class Tracer:
         self.names = tap_names(model)
 
     def run(self, params: Any, ids: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
-        """The named arrays of a forward over `ids`, float32: rows first, scores `[N, T, T]`.
+        """The named arrays of a forward over `ids`: rows first, scores `[N, T, T]`.
+
+        Numbers are float32, ids of experts int32.
 
         Raises:
           ValueError: they would take more memory than a trace may.
@@ -112,7 +114,7 @@ class Tracer:
                 found[name] = model.logits(model.norm(taps.found[stream]))
             if "logits" in wanted:
                 found["logits"] = model.logits(hidden[0])
-            return {name: found[name].astype(jnp.float32) for name in wanted}
+            return {name: _widened(found[name]) for name in wanted}
 
         return step
 
@@ -125,6 +127,11 @@ class Tracer:
                 f"is {size_text(_MOST_BYTES)}; capture fewer (the largest is {largest} with "
                 f"{size_text(sizes[largest])}) or give a shorter prompt"
             )
+
+
+def _widened(found: jax.Array) -> jax.Array:
+    """Ids as they are, numbers in float32."""
+    return found if jnp.issubdtype(found.dtype, jnp.integer) else found.astype(jnp.float32)
 
 
 def _cut(name: str, found: np.ndarray, length: int) -> np.ndarray:

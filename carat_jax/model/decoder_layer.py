@@ -343,7 +343,10 @@ class DecoderLayer(nnx.Module):
         """The experts of the residual `x`: the router sees it un-normed."""
         with jax.named_scope("experts"):
             is_token = jnp.arange(x.shape[1]) < step.num_valid[:, None]
-            return self.router(x, step.options.experts, is_token)
+            weights, chosen = self.router(x, step.options.experts, is_token)
+            name = f"layers.{self.self_attn.spec.index}.router"
+            step.taps.put(f"{name}.weights", weights), step.taps.put(f"{name}.experts", chosen)
+            return weights, chosen
 
     def _mixture(
         self, normed: Hidden, weights: ExpertWeights, chosen: ExpertIds, step: StepContext
@@ -351,6 +354,7 @@ class DecoderLayer(nnx.Module):
         """The experts' part of the branch."""
         with jax.named_scope("experts"):
             mixed = self.experts(normed, weights, chosen, step.options.experts)
+            step.taps.put(f"layers.{self.self_attn.spec.index}.experts.out", mixed)
             return self.post_feedforward_layernorm_2(mixed)
 
     def _add_mixture(

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from carat_jax.array_types import Array, Float, Positions, Queries
+from carat_jax.array_types import Array, Float, Positions, Queries, Shaped
 from carat_jax.families import ModelConfig
 from carat_jax.numerics.attention import KeyView, RotatedView, visible
 
@@ -26,7 +26,7 @@ class Taps:
     wanted: frozenset[str] = frozenset()
     found: dict[str, Array] = dataclasses.field(default_factory=dict)
 
-    def put(self, name: str, value: Float[Array, "B T *rest"]) -> Float[Array, "B T *rest"]:
+    def put(self, name: str, value: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B T *rest"]:
         """Offers an array of rows, and returns it."""
         if name in self.wanted:
             self.found[name] = value[0]
@@ -77,13 +77,15 @@ def tap_names(config: ModelConfig) -> tuple[str, ...]:
     `embed`, `layers.I.residual` (the stream after layer I), `layers.I.logits` (the logit lens: the
     model's own norm and head on that stream), `layers.I.attn.q` and, where the layer owns them,
     `.k`, `.v` (normed, rotated), `.attn.scores` and `.probs`; `.attn.out`, `.mlp.out` and, where
-    there are per-layer inputs, `.per_layer.out` (each before its norm); `hidden` (after the final
-    norm, what the head reads) and `logits` (after the soft cap).
+    there are per-layer inputs, `.per_layer.out` (each before its norm); in a mixture
+    `.router.experts` (ids, the likeliest first), `.router.weights` and `.experts.out` (before its
+    norm); `hidden` (after the final norm, what the head reads) and `logits` (after the soft cap).
     """
     names = ["embed"]
     for layer in config.layers:
         parts = ["attn.q", *(("attn.k", "attn.v") if layer.owns_kv else ())]
         parts += ["attn.scores", "attn.probs", "attn.out", "mlp.out"]
+        parts += ["router.experts", "router.weights", "experts.out"] if layer.num_experts else []
         parts += ["per_layer.out"] if config.hidden_size_per_layer_input else []
         names += [f"layers.{layer.index}.{part}" for part in (*parts, "residual", "logits")]
     return (*names, "hidden", "logits")

@@ -47,6 +47,14 @@ class Recording(Reference):
         self.trace[f"layers.{layer}.mlp.out"] = super().mlp(x, layer)
         return self.trace[f"layers.{layer}.mlp.out"]
 
+    def mixture(self, residual, layer):
+        out = self.trace[f"layers.{layer}.experts.out"] = super().mixture(residual, layer)
+        shares, probs = (self.trace[f"layers.{layer}.{name}"] for name in ("shares", "router"))
+        order = np.argsort(-probs, axis=-1, kind="stable")[:, : self.config["top_k_experts"]]
+        self.trace[f"layers.{layer}.router.experts"] = order
+        self.trace[f"layers.{layer}.router.weights"] = np.take_along_axis(shares, order, -1)
+        return out
+
     def arrays(self, ids) -> dict[str, np.ndarray]:
         """Everything by the engine's names."""
         logits, head = self.logits(ids), self.weights["embed_tokens.weight"]
@@ -78,14 +86,14 @@ def assert_equal(got: np.ndarray, want: np.ndarray, name: str) -> None:
     assert np.abs(got[~hidden] - want[~hidden]).max() < 1e-4, name
 
 
-@pytest.mark.parametrize("name", ["T4", "T4e"])
+@pytest.mark.parametrize("name", ["T4", "T4e", "26b"])
 def test_every_array_there_is_equals_the_reference(name):
     model, traced = toy(name), tracer(name)
     names = [n for n in traced.names if not n.endswith("per_layer.out")]
     found = traced.run(model.params["target"], make_ids(model.raw, LENGTH), names)
     assert list(found) == names
     for array, got in found.items():
-        assert got.dtype == np.float32
+        assert got.dtype == (np.int32 if array.endswith(".experts") else np.float32)
         assert_equal(got, reference(name)[array], array)
 
 
@@ -131,7 +139,9 @@ def test_the_list_of_names_is_complete():
     assert "layers.3.attn.k" in names
     assert "layers.4.attn.k" not in names  # it borrows layer 3's
     assert "layers.4.per_layer.out" in names
-    assert not any("per_layer" in name for name in tap_names(toy("T4").config))
+    others = tap_names(toy("T4").config)
+    assert not any("per_layer" in name or "expert" in name for name in others)
+    assert "layers.5.experts.out" in tap_names(toy("26b").config)
     assert len(set(names)) == len(names)
 
 
