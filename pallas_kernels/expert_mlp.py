@@ -171,13 +171,14 @@ def _sort_pairs(chosen, num_experts, tile_rows):
     """
     flat, num_pairs = chosen.reshape(-1), chosen.size
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    ends = jnp.searchsorted(flat[order], jnp.arange(num_experts), side="right").astype(jnp.int32)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    ends = (flat[:, None] <= experts).sum(0, dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     num_tiles = -((starts - ends) // tile_rows)
     last_tiles = jnp.cumsum(num_tiles)
     most = min(num_pairs, num_experts)
     tile = jnp.arange(most + (num_pairs - most) // tile_rows, dtype=jnp.int32)
-    expert = jnp.searchsorted(last_tiles, tile, side="right").astype(jnp.int32)
+    expert = (last_tiles <= tile[:, None]).sum(1, dtype=jnp.int32)
     known = jnp.minimum(expert, num_experts - 1)
     first = starts[known] + (tile - last_tiles[known] + num_tiles[known]) * tile_rows
     return order, known, first, jnp.where(expert < num_experts, ends[known], 0)

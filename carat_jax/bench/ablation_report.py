@@ -28,6 +28,9 @@ rows of the same *bits* gave them the same log-probabilities, bit for bit."""
 _ROUNDED = """\
 The weights in float32 do not fit beside the model's own, so the reference rounds as well: the
 differences are those of two roundings, and the first token that differs is no fault of either."""
+_TURNED = """\
+The model is a mixture: a rounding that turns the choice of an expert changes a log-probability by
+far more than a rounding does."""
 _ON_XLA = """\
 Attention is plain JAX here (`impl xla`): `fused` is one masked pass over the whole cache and no
 kernel, so `verify`, `group_heads` and `fuse_rows` of `attention` say nothing about a GPU, and
@@ -118,14 +121,15 @@ def table(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> str:
         names = dict.fromkeys(row["reference"] for row in done)
         numbers = {"rounds": load.rounds, "read": read, "reference": ", ".join(names)}
         lines += ["", _NOTES.format(**numbers)]
+        has_experts = any("experts" in row["engine"] for row in done)
         if any(name != "float32" for name in names):
-            lines += ["", _ROUNDED]
+            lines += ["", _ROUNDED] + (["", _TURNED] if has_experts else [])
         if load.logprobs:
             lines += ["", _LOGPROBS]
         if any("impl xla" in row["engine"] for row in done):
             lines += ["", _ON_XLA]
         tries_experts = any("moe.impl" in variant.overrides for variant in plan.variants)
-        if tries_experts and not any("experts" in row["engine"] for row in done):
+        if tries_experts and not has_experts:
             lines += ["", _NO_EXPERTS]
         if any(row["of_read"] > 1 for row in done):
             lines += ["", _SMALL]

@@ -5,6 +5,7 @@ bytes are those of the experts that were chosen, each counted once.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from carat_jax.model.moe import Router
 from carat_jax.model.params import merge, random_params, split
 from carat_jax.numerics.experts import expert_mlp as expert_products
 from pallas_kernels import expert_mlp, reference
-from pallas_kernels.tiles import ProductTile, expert_tiles
+from pallas_kernels.tiles import FEW_ROWS, ProductTile, expert_tiles
 
 MODEL = FAMILIES["26b-a4b"]
 
@@ -87,6 +88,7 @@ def expert_tile_candidates(num_rows):
         *((16, 64, 2, 4), (32, 64, 2, 4), (32, 64, 4, 4), (64, 64, 2, 4), (64, 64, 4, 3)),
         *((64, 64, 4, 6), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 8, 4)),
     ]
+    many = [(64, 64, 4, 4), (64, 64, 8, 3), (64, 64, 8, 4), (64, 32, 8, 4), (32, 64, 4, 4)]
     names = ("columns", "block", "warps", "stages")
     first, second = expert_tiles(
         rows=num_rows,
@@ -99,6 +101,10 @@ def expert_tile_candidates(num_rows):
         return ProductTile(rows=rows, **dict(zip(names, sizes, strict=True)))
 
     yield first, second
+    if num_rows > FEW_ROWS:  # sorted pairs: both products in tiles of as many rows
+        for rows, sizes in itertools.product((64, 128), many):
+            yield made(sizes, rows), made((128, *sizes[1:]), rows)
+        return
     yield from ((made(sizes), second) for sizes in gate_ups)
     yield from ((first, made(sizes)) for sizes in downs)
     if num_rows <= 4:  # without matrix instructions

@@ -315,6 +315,17 @@ def test_the_table_says_what_was_told_apart_and_by_how_much(tmp_path):
     assert "limit*: reading a large array in\nthe same process, 4 GB/s" in text
 
 
+def test_what_differs_in_a_mixture_is_not_taken_for_a_fault(tmp_path):
+    plan, bench = plan_of(tmp_path, TEXT), Scripted(tmp_path, {})
+    bench.run(plan)
+    rows = bench.rows.of(bench.key(plan, variant) for variant in plan.variants)
+    rounded = {"reference": "plain JAX in bfloat16"}
+    for engine, is_told in (("impl triton", False), ("impl triton, experts dense", True)):
+        text = ablation_report.table(plan, [row | rounded | {"engine": engine} for row in rows])
+        assert "so the reference rounds as well" in text
+        assert ("a rounding that turns the choice of an expert" in text) == is_told
+
+
 def test_the_picture_has_every_row(tmp_path):
     plan = plan_of(tmp_path, TEXT)
     bench = Scripted(tmp_path, {"local_layers=full": ValueError("no")})

@@ -81,7 +81,8 @@ def test_the_rings_figure_shows_every_layout_that_fits():
 
 def serving(row: str, concurrency: int, tpot: float, **more) -> dict:
     return {
-        "bench": "serving", "mode": "closed", "row": row, "concurrency": concurrency,
+        "bench": "serving", "mode": "closed", "model": "random:31b", "row": row,
+        "concurrency": concurrency,
         "tpot_ms_p50": tpot, "output_tokens_per_s": 1e3 * concurrency / tpot, "requests": 9, **more,
     }  # fmt: skip
 
@@ -90,6 +91,7 @@ def test_the_ladder_takes_the_last_record_of_each_row_where_most_requests_were_s
     rows = [serving(row, count, 99.0) for count in (1, 8) for row in "abcd"]
     many = [("a", 70), ("a", 40), ("b", 20), ("c", 10), ("d", 8)]
     rows += [serving(row, 4, tpot, requests=64) for row, tpot in many]
+    rows += [serving(row, 4, 1.0, requests=64, model="random:26b-a4b") for row in "abcd"]
     (axis,) = axes_of("1-ladder", [*ROWS, *rows])
     assert [bar.get_width() for bar in axis.patches] == [40, 20, 10, 8]
     assert [text.get_text() for text in axis.texts][-1] == " 8.0 ms   5.00 x"
