@@ -1,16 +1,15 @@
 """The experts of a mixture: only the weights of chosen experts are read, each of them once.
 
 A pair is a token and one of its experts. A program takes the tokens of one expert and some columns
-of that expert's matrices, so that a verify pass reads the union of its rows' experts once. Of up to
-`FEW_ROWS` tokens it finds its own among all of them, a tile of 16 after the other, which more than
-one is only where more than 16 tokens agree; pairs of more tokens are sorted by expert first, and a
-program has one tile. One kernel does gate, up, gelu and their product, the second down and the
-pair's weight; a token's shares are then summed in the order of its choices, here or by
-`mixture_norm`. No atomics: the result is the same bit for bit, and a row's does not depend on its
-neighbours'.
+of that expert's matrices, so that a verify pass reads the union of its rows' experts once. One
+kernel does gate, up, gelu and their product, the second down and the pair's weight; a token's
+shares are then summed in the order of its choices, here or by `mixture_norm`. No atomics: the
+result is the same bit for bit, and a row's does not depend on its neighbours'.
 
-The grid has a program for every expert, or for every pair where those are fewer, whatever was
-chosen: one without tokens stops at once.
+With up to `FEW_ROWS` tokens there is a program for every expert, or for every pair where those are
+fewer, whatever was chosen. It finds its tokens among all of them, or stops at once; it takes 16 at
+a time, and so reads its weights again (from the device's cache) only where more of them agree. Of
+more tokens the pairs are sorted by expert first and cut into tiles, one for each program.
 """
 
 import dataclasses
@@ -85,6 +84,8 @@ def expert_shares(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
     tile = tile or tiles.expert_tiles(rows=rows, hidden=hidden, width=width, device=device)
     tile[0].check("expert_mlp", hidden, width)
     tile[1].check("expert_mlp", width, hidden)
+    if rows > tiles.FEW_ROWS and tile[0].rows != tile[1].rows:
+        raise ValueError(f"expert_mlp: sorted pairs are cut once, not for {tile[0]} and {tile[1]}")
     return _run(x, weights, chosen, gate_up, down, tile=tile, interpret=impl == "interpret")
 
 
@@ -124,7 +125,8 @@ class Direct:
             first = jnp.where(hit, pair, num_pairs).min()
             hit &= (first == slot) & (expert < self.num_experts)
         mine = hit.astype(jnp.int32).max(1)
-        # Rows without a pair still name different ones: the interpreter writes masked rows back.
+        # Rows of the tile without a pair name one of their own, or one past the last: the
+        # interpreter writes what is masked back to where it points.
         pair = (row[:, None] * self.top_k + jnp.where(hit, k, 0)).max(1)
         if self.most_tiles(tile_rows) == 1:  # row r of the tile is token r
             return expert, mine.max(), lambda _: (row, pair, mine > 0)

@@ -1,8 +1,10 @@
 """The command line that the benchmarks of a whole engine share: flags, refusals, the weights."""
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,11 +30,23 @@ def new_flags(output: str) -> flags.FlagValues:
 _SMALL = ("engine.max_batch=1", "engine.max_context=256")
 
 
-def load_weights(known: flags.FlagValues) -> carat_jax.Engine:
+def load_weights(known: flags.FlagValues, rows: str | None = None) -> carat_jax.Engine:
     """The engine of --config and --set, to make variants of: its own caches are kept small.
 
     Weights are loaded once for all calls that agree on them, whatever else is set.
+
+    Raises:
+      ValueError: the file `rows` of --output has rows of another model, which one table cannot tell
+        apart.
     """
+    file = Path(known.output, rows) if known.output and rows else None
+    if file and file.is_file():
+        model = read_settings(known.config, known.set).build().model
+        lines = file.read_text(encoding="utf-8").splitlines()
+        if others := {json.loads(line)["model"] for line in lines} - {model}:
+            raise ValueError(
+                f"--output: {file} has rows of {min(others)}; give {model} a folder of its own"
+            )
     fixed, others = [], []
     for text in known.set:
         (fixed if text.partition("=")[0] in WEIGHT_KEYS else others).append(text)

@@ -44,8 +44,9 @@ class DeviceStep:
         call: Callable[[Any], Any],
         options: Mapping[str, str] | None = None,
         rows: tuple[np.ndarray, np.ndarray] | None = None,
+        rounds: int = 1,
     ):
-        self.loop, self.compiled, self.rows = loop, None, rows
+        self.loop, self.compiled, self.rows, self._rounds = loop, None, rows, rounds
         self._lowered, self._call, self._options = lowered, call, options
 
     def compile(self) -> None:
@@ -58,7 +59,7 @@ class DeviceStep:
         Of kernels in a CUDA graph a profiler does not tell which instruction they came from.
         """
         options = {**compiler_options(), **_NO_GRAPHS} if jax.default_backend() == "gpu" else None
-        return DeviceStep(self.loop, self._lowered, self._call, options, self.rows)
+        return DeviceStep(self.loop, self._lowered, self._call, options, self.rows, self._rounds)
 
     @property
     def temp_bytes(self) -> int:
@@ -66,12 +67,12 @@ class DeviceStep:
         return self.compiled.memory_analysis().temp_size_in_bytes
 
     def queue(self, count: int) -> float:
-        """Seconds a call of `count` queued calls, the clock read once after the last."""
+        """Seconds a round or pass of `count` queued calls, the clock read once after the last."""
         start = time.perf_counter()
         for _ in range(count):
             out = self._call(self.compiled)
         jax.block_until_ready(out)
-        return (time.perf_counter() - start) / count
+        return (time.perf_counter() - start) / (count * self._rounds)
 
 
 class SeveralSteps(DeviceStep):
@@ -135,7 +136,7 @@ def whole_round(loop: EngineLoop) -> DeviceStep:
         loop._state, drawn = compiled(loop._params, loop._state)
         return drawn
 
-    return DeviceStep(loop, lowered, call)
+    return DeviceStep(loop, lowered, call, rounds=loop.options.rounds_per_call)
 
 
 def verify(loop: EngineLoop, num_rows: int) -> DeviceStep:
@@ -186,7 +187,7 @@ def compile_all(steps: Mapping[str, DeviceStep]) -> float:
 def alternate(
     steps: Mapping[str, DeviceStep], count: int, rounds: int = 5
 ) -> dict[str, list[float]]:
-    """Seconds a call by step, one figure a round; the steps take turns, A B A B."""
+    """Seconds of each step, as `queue` has them, by turn; the steps take turns, A B A B."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _, (name, step) in itertools.product(range(rounds), steps.items()):
         times[name].append(step.queue(count))

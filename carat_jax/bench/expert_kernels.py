@@ -4,6 +4,7 @@ Choices are drawn independently for each token, so that tokens share as few expe
 bytes are those of the experts that were chosen, each counted once.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -17,7 +18,7 @@ from carat_jax.model.moe import Router
 from carat_jax.model.params import merge, random_params, split
 from carat_jax.numerics.experts import expert_mlp as expert_products
 from pallas_kernels import expert_mlp, reference
-from pallas_kernels.tiles import FEW_ROWS, ProductTile, expert_tiles
+from pallas_kernels.tiles import FEW_ROWS, ProductTile, expert_tiles, next_power_of_two
 
 MODEL = FAMILIES["26b-a4b"]
 
@@ -105,10 +106,15 @@ def expert_tile_candidates(num_rows):
         for rows, sizes in itertools.product((64, 128), many):
             yield made(sizes, rows), made((128, *sizes[1:]), rows)
         return
+    if num_rows > first.rows:  # tiles that hold more tokens than an expert is likely to have
+        yield from (
+            tuple(dataclasses.replace(t, rows=n) for t in (first, second)) for n in (32, 64)
+        )
     yield from ((made(sizes), second) for sizes in gate_ups)
     yield from ((first, made(sizes)) for sizes in downs)
     if num_rows <= 4:  # without matrix instructions
+        rows = next_power_of_two(num_rows)
         narrow = [(16, 128, 4, 1), (16, 256, 4, 1), (32, 64, 4, 1), (32, 128, 8, 1), (16, 64, 2, 1)]
-        yield from ((made(sizes, num_rows), second) for sizes in narrow)
+        yield from ((made(sizes, rows), second) for sizes in narrow)
         narrow = [(16, 64, 2, 1), (32, 64, 4, 1), (64, 64, 4, 1), (64, 64, 8, 1)]
-        yield from ((first, made(sizes, num_rows)) for sizes in narrow)
+        yield from ((first, made(sizes, rows)) for sizes in narrow)

@@ -5,20 +5,24 @@ one text have much in common. So the choices of the very rows that a step passes
 taps, at the state it is in, and each layer's distinct experts are counted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from carat_jax.array_types import Array, Float, Lengths, Shaped, Tokens
+from carat_jax.array_types import Array, Lengths, Shaped, Tokens
 from carat_jax.bench.device_steps import DeviceStep
+from carat_jax.cache.bank import CacheBank
 from carat_jax.decoding.state import DecodeState
+from carat_jax.decoding.steps import rows_to_verify
 from carat_jax.engine.engine import EngineLoop
+from carat_jax.families import ModelConfig
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.params import merge, split
 from carat_jax.model.taps import Taps
+from carat_jax.numerics.options import ComputeOptions, compiler_options
 
 
 class _EverySlot(Taps):
@@ -31,44 +35,59 @@ class _EverySlot(Taps):
         return value
 
 
-def experts_read(step: DeviceStep, samples: int = 8) -> float | None:
-    """Distinct experts a layer, on average over the layers and over some calls of a timed step.
+def experts_read(steps: Mapping[Any, DeviceStep], samples: int = 8) -> dict[Any, float | None]:
+    """Of each step the distinct experts a layer, on average over layers and over some calls.
 
     Each call is looked at before it is made, so that what is counted goes on where the timing
-    stopped. None of a model without experts.
+    stopped; of several rounds in one call the first. None of a model without experts.
     """
-    loop, found = step.loop, []
-    if not any(layer.num_experts for layer in loop.model.layers):
-        return None
-    count = _counter(loop)
-    for _ in range(samples):
-        found.append(count(loop._params, loop._state, step.rows))
-        step.queue(1)
-    return float(np.mean(jax.device_get(found)))
+    found: dict[Any, float | None] = dict.fromkeys(steps)
+    models = {step.loop.model: step.loop.config.dtype for step in steps.values()}
+    graphs = {model: split(Gemma4(model, jnp.dtype(dtype)))[0] for model, dtype in models.items()}
+    counters: dict[Any, Callable] = {}  # steps that compute alike share one
+    for name, step in steps.items():
+        loop, graph = step.loop, graphs[step.loop.model]
+        if not any(layer.num_experts for layer in loop.model.layers):
+            continue
+        key = loop.model, loop.options.compute
+        count = counters[key] = counters.get(key) or _counter(graph, *key)
+        rows_of = _rows_of_round(graph, loop)
+        counted = []
+        for _ in range(samples):
+            rows = step.rows or rows_of(loop._params, loop._state)
+            counted.append(count(loop._params, loop._state.bank, *rows))
+            step.queue(1)
+        found[name] = float(np.mean(jax.device_get(counted)))
+    return found
 
 
-def _counter(loop: EngineLoop) -> Callable[..., Float[Array, ""]]:
-    """A function of parameters, state and rows, which are those of the next round if None."""
-    graph, _ = split(Gemma4(loop.model, jnp.dtype(loop.config.dtype)))
-    counts = {x.index: x.num_experts for x in loop.model.layers if x.num_experts}
-    names = {index: f"layers.{index}.router.experts" for index in counts}
+def _jit(function: Callable) -> Callable:
+    return jax.jit(function, compiler_options=compiler_options())
 
-    def of_round(params: Any, state: DecodeState) -> tuple[Tokens, Lengths]:
+
+def _rows_of_round(graph: Any, loop: EngineLoop) -> Callable[..., tuple[Tokens, Lengths]]:
+    """A compiled function of parameters and state: the rows that a round passes next."""
+
+    def rows(params: Any, state: DecodeState) -> tuple[Tokens, Lengths]:
         target = merge(graph, params["target"])
         proposal, _ = loop.drafter.propose(params["draft"], state.draft, target, state)
-        tokens = jnp.concatenate([state.tokens[:, None], proposal.tokens], axis=1)
-        return tokens, jnp.where(state.is_active, 1 + proposal.num, 0)
+        return rows_to_verify(state, proposal, loop.options)
 
-    @jax.jit
-    def count(params: Any, state: DecodeState, rows: tuple[Tokens, Lengths] | None):
-        tokens, num_valid = of_round(params, state) if rows is None else rows
-        taps = _EverySlot(frozenset(names.values()))
-        model = merge(graph, params["target"])
-        model(tokens, state.bank, num_valid, options=loop.options.compute, taps=taps)
+    return _jit(rows)
+
+
+def _counter(graph: Any, model: ModelConfig, options: ComputeOptions) -> Callable[..., Array]:
+    """A compiled function of parameters, caches and rows: their distinct experts a layer."""
+    counts = {x.index: x.num_experts for x in model.layers if x.num_experts}
+    names = {index: f"layers.{index}.router.experts" for index in counts}
+
+    def count(params: Any, bank: CacheBank, tokens: Tokens, num_valid: Lengths) -> Array:
+        taps, target = _EverySlot(frozenset(names.values())), merge(graph, params["target"])
+        target(tokens, bank, num_valid, options=options, taps=taps)
         read = [
             (jnp.bincount(taps.found[names[index]].reshape(-1), length=num + 1)[:num] > 0).sum()
             for index, num in counts.items()
         ]
         return jnp.stack(read).mean()
 
-    return count
+    return _jit(count)

@@ -104,7 +104,7 @@ def queued_rows(
     compile_s = device_steps.compile_all(steps)
     times = device_steps.alternate(steps, count)
     median = device_steps.medians(times)
-    read = {case: experts_read(step) for case, step in steps.items()}
+    read = experts_read(steps)
     least = {case: cost.total(costs[case](experts_read=read[case])) for case in steps}
     for setting, (_, drafted) in pairs.items():
         if drafted is not None:
@@ -248,7 +248,7 @@ def main() -> int:
         check_can_draw()
         output.mkdir(parents=True, exist_ok=True)
     rival = _against()  # what is wrong with it is said before anything is loaded
-    base = command.load_weights(_FLAGS)
+    base = command.load_weights(_FLAGS, "latency.jsonl")
     records = Records(output and str(output / "latency.jsonl"), _FLAGS.commit)
     limits = Limits(*measure.ceilings())
     is_wrong = False

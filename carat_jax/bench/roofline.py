@@ -78,11 +78,10 @@ class Phases:
             self.costs |= {"verify": one, "round": one}
             self.draft = cost.draft_costs(drafted, context, batch)
 
-    def least(self, phase: str) -> tuple[dict[tuple[str, str], Cost], float | None]:
-        """What a phase has to do, and the experts a layer reads, counted where they vary."""
-        read = None if phase == "prefill" else experts_read(self.steps[phase])
+    def least(self, phase: str, read: float | None) -> dict[tuple[str, str], Cost]:
+        """What a phase has to do whose layers read so many experts."""
         costs = self.costs[phase](experts_read=read)
-        return {**costs, **(self.draft if phase == "round" else {})}, read
+        return {**costs, **(self.draft if phase == "round" else {})}
 
 
 def part_rows(
@@ -143,6 +142,8 @@ def _measure(base: Engine, batch: int, rates: tuple[float, float], output: Path 
     compile_s = device_steps.compile_all(phases.steps)
     device_steps.compile_all(profiled)
     seconds = device_steps.medians(device_steps.alternate(phases.steps, _STEPS.value))
+    # A chunk's tokens choose all there are, or nearly: by chance.
+    read = experts_read({p: step for p, step in phases.steps.items() if p != "prefill"})
     for phase, step in profiled.items():
         text = step.compiled.as_text()
         kernels = kernel_trace.record(lambda step=step: step.queue(_PROFILED), _PROFILED, text)
@@ -151,7 +152,8 @@ def _measure(base: Engine, batch: int, rates: tuple[float, float], output: Path 
             listing = output / f"kernels-{phase}-batch{batch}.txt"
             listing.write_text(kernel_list(phase, listed), encoding="utf-8")
         print(kernel_list(phase, listed[: _TOP.value]))
-        groups, (least, read) = kernel_trace.grouped(kernels, base.model), phases.least(phase)
+        groups, experts = kernel_trace.grouped(kernels, base.model), read.get(phase)
+        least = phases.least(phase, experts)
         parts = part_rows(groups, least, rates)
         for row in parts:
             yield phase, row
@@ -159,7 +161,7 @@ def _measure(base: Engine, batch: int, rates: tuple[float, float], output: Path 
         yield (
             phase,
             step_row(parts, seconds[phase], cost.total(least), rates)
-            | ({} if read is None else {"experts_read": read})
+            | ({} if experts is None else {"experts_read": experts})
             | {"xla_gb": counted.get("bytes accessed", 0.0) / 1e9}
             | {"xla_tflop": counted.get("flops", 0.0) / 1e12, "compile_s": compile_s},
         )
@@ -183,12 +185,13 @@ def main() -> int:
         output.mkdir(parents=True, exist_ok=True)
     # A cached executable may carry the scopes of the source it was first compiled from.
     jax.config.update("jax_enable_compilation_cache", False)
-    base = command.load_weights(_FLAGS)
-    if uniform := base.config.decode.uniform_rows:
-        raise ValueError(
-            f"decode.uniform_rows={uniform}: a round is several executables, a profile of one; "
-            "set it to 0"
-        )
+    base = command.load_weights(_FLAGS, "roofline.jsonl")
+    for key, usual in (("uniform_rows", 0), ("rounds_per_call", 1)):
+        if (value := getattr(base.config.decode, key)) != usual:
+            raise ValueError(
+                f"decode.{key}={value}: a profile is of one executable that runs one round; set it "
+                f"to {usual}"
+            )
     records = Records(output and str(output / "roofline.jsonl"), _FLAGS.commit, echo=False)
     rates, rows = measure.ceilings(), []
     for batch in command.whole_numbers("batches", _BATCHES.value):

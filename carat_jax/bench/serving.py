@@ -130,7 +130,7 @@ def main() -> int:
     loads = _loads()
     trace = workload.read_trace(Path(_TRACE.value))[: _REQUESTS.value]
     trace = workload.scaled(trace, _SCALE.value) if _SCALE.value != 1 else trace
-    base = command.load_weights(_FLAGS)
+    base = command.load_weights(_FLAGS, "serving.jsonl")
     prompts = workload.prompt_ids(trace, base.model.vocab_size)
     output = Path(_FLAGS.output)
     output.mkdir(parents=True, exist_ok=True)

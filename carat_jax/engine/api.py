@@ -326,8 +326,8 @@ class Engine:
             `trace_names`.
 
         Returns:
-          Float32 arrays by name: `[T, ...]`, one row a token; scores and probabilities `[N, T, T]`
-          by query head, query and key.
+          Float32 arrays by name (ids int32): `[T, ...]`, one row a token; scores and probabilities
+          `[N, T, T]` by query head, query and key.
 
         Raises:
           ValueError: a name that does not exist (the nearest is given), or too much to hold.

@@ -272,8 +272,9 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike):
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(f"layers.{index}.{name}", config.hidden_size, config.rms_norm_eps, dtype)
+            return RMSNorm(f"{self.name}.{name}", config.hidden_size, config.rms_norm_eps, dtype)
 
+        self.name = f"layers.{index}"
         self.input_layernorm = norm("input_layernorm")
         self.self_attn = Attention(config, index, dtype)
         self.post_attention_layernorm = norm("post_attention_layernorm")
@@ -290,7 +291,7 @@ class DecoderLayer(nnx.Module):
         self.per_layer_input = (
             PerLayerInput(config, index, dtype) if config.hidden_size_per_layer_input else None
         )
-        self.layer_scalar = vector(f"layers.{index}.layer_scalar", 1, dtype)
+        self.layer_scalar = vector(f"{self.name}.layer_scalar", 1, dtype)
 
     def __call__(
         self,
@@ -313,7 +314,7 @@ class DecoderLayer(nnx.Module):
         Returns:
           The residual stream after the layer, and `next_norm` of it.
         """
-        scalar, name = self.layer_scalar.get_value(), f"layers.{self.self_attn.spec.index}"
+        scalar = self.layer_scalar.get_value()
         before = [self.pre_feedforward_layernorm]
         if self.experts is not None:
             before.append(self.pre_feedforward_layernorm_2)
@@ -322,7 +323,7 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("mlp"):
             in_parts = step.options.joins_rows and self.experts is None
             branch = self.mlp(normed, step.options.products, in_parts)
-            step.taps.put(f"{name}.mlp.out", branch)
+            step.taps.put(f"{self.name}.mlp.out", branch)
             if self.experts is not None:
                 routed = self._route(x, step)
                 if step.options.joins_experts and self.per_layer_input is None:
@@ -336,7 +337,7 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("per_layer_input"):
             products, in_parts = step.options.products, step.options.joins_rows
             branch = self.per_layer_input(x, per_layer, products, in_parts)
-            step.taps.put(f"{name}.per_layer.out", branch)
+            step.taps.put(f"{self.name}.per_layer.out", branch)
             return add_norm(x, branch, self.per_layer_input.norm, [next_norm], step.options, scalar)
 
     def _route(self, x: Hidden, step: StepContext) -> tuple[ExpertWeights, ExpertIds]:
@@ -344,8 +345,8 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("experts"):
             is_token = jnp.arange(x.shape[1]) < step.num_valid[:, None]
             weights, chosen = self.router(x, step.options.experts, is_token)
-            name = f"layers.{self.self_attn.spec.index}.router"
-            step.taps.put(f"{name}.weights", weights), step.taps.put(f"{name}.experts", chosen)
+            step.taps.put(f"{self.name}.router.weights", weights)
+            step.taps.put(f"{self.name}.router.experts", chosen)
             return weights, chosen
 
     def _mixture(
@@ -354,7 +355,7 @@ class DecoderLayer(nnx.Module):
         """The experts' part of the branch."""
         with jax.named_scope("experts"):
             mixed = self.experts(normed, weights, chosen, step.options.experts)
-            step.taps.put(f"layers.{self.self_attn.spec.index}.experts.out", mixed)
+            step.taps.put(f"{self.name}.experts.out", mixed)
             return self.post_feedforward_layernorm_2(mixed)
 
     def _add_mixture(
@@ -432,7 +433,7 @@ def run_layers(
             step = step.of_last_rows()
         with jax.named_scope(f"{scope}_{index}"):
             x, normed = layer(x, normed, per_layer, step, next_norm)
-            step.taps.put(f"layers.{layer.self_attn.spec.index}.residual", x)
+            step.taps.put(f"{layer.name}.residual", x)
     return step.last_rows(normed) if last_rows_from == len(layers) else normed
 
 

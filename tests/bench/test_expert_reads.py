@@ -54,21 +54,33 @@ def test_a_verify_pass_reads_the_union_of_its_slots_rows():
     assert len(np.unique(tokens)) == 4  # equal ids would go to the same experts
     texts = [[*ids[:-1], *tokens[slot].tolist()] for slot, ids in enumerate(PROMPTS)]
     want = mean_union(texts, 2)
-    assert experts_read(step, samples=1) == pytest.approx(want)
+    assert experts_read({0: step}, samples=1)[0] == pytest.approx(want)
     assert 3 < want < 10, "neither one row's experts nor all"
 
 
-def test_a_round_reads_the_union_of_its_last_tokens_and_drafts():
-    loop = prefilled(make(ScriptDrafter(2), empty_script(2), num_slots=2), PROMPTS)
+@pytest.mark.parametrize("uniform_rows", [0, 5])
+def test_a_round_reads_the_union_of_its_last_tokens_and_drafts(uniform_rows):
+    decode = {"uniform_rows": uniform_rows}
+    loop = prefilled(make(ScriptDrafter(2), empty_script(2), num_slots=2, decode=decode), PROMPTS)
     texts = [[*ids, 330 + slot, 340] for slot, ids in enumerate(PROMPTS)]
     set_script(loop, texts, [2])
     step = device_steps.whole_round(loop)
-    step.compile()
-    assert experts_read(step, samples=1) == pytest.approx(mean_union(texts, 3))
+    if not uniform_rows:  # which compiles by a first round
+        step.compile()
+    assert experts_read({0: step}, samples=1)[0] == pytest.approx(mean_union(texts, 3))
     # It has been called once: what is looked at next is another round.
     assert loop._state.bank.lengths.tolist() > [len(ids) - 1 for ids in PROMPTS]
 
 
+def test_a_slot_that_does_not_run_reads_nothing():
+    loop = prefilled(make(NoDrafter(), num_slots=2), PROMPTS)
+    is_active = jnp.asarray([True, False])
+    loop._state = dataclasses.replace(loop._state, is_active=is_active)
+    step = device_steps.whole_round(loop)
+    step.compile()
+    assert experts_read({0: step}, samples=2) == {0: toy().raw["top_k_experts"]}
+
+
 def test_a_model_without_experts_has_nothing_to_count():
     engine = toy_engine.make_engine(max_batch=1, max_context=32, prefill_chunks=[8])
-    assert experts_read(device_steps.verify(engine.loop, 1)) is None
+    assert experts_read({0: device_steps.verify(engine.loop, 1)}) == {0: None}

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,9 @@ def test_a_mixture_reads_the_experts_that_its_tokens_take():
     assert one.flops == pytest.approx(count * 8 * expert * 2)
     assert four.bytes == pytest.approx(count * 128 * (1 - (15 / 16) ** 4) * expert * 2)
     assert four.flops == pytest.approx(4 * one.flops)
+    counted = cost.pass_costs(engine, 1000, 4, experts_read=23.5)["global", "experts"]
+    assert counted.bytes == pytest.approx(count * 23.5 * expert * 2)
+    assert counted.flops == four.flops
 
 
 def test_a_table_of_inputs_by_layer_is_looked_up_and_not_read():
@@ -204,6 +208,34 @@ def test_rows_of_other_switches_stand_beside_each_other(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     found = {latency_report.name_of(row): row["ms"] for row in latency_report.read_rows(path)}
     assert found == {"decode": 2.0, "decode, 4 uniform rows": 1.0, "decode, v_rot": 1.0}
+
+
+def test_experts_read_are_a_column_where_there_are_any():
+    fixed = {"bench": "latency", "case": "decode", "context": 6000, "batch": 1, "ms": 2.0}
+    fixed |= {"global_layers": "kv", "least_gb": 8.0, "gb_per_s": 4000.0, "of_limit": 0.9}
+    dense, mixture = fixed, fixed | {"case": "verify_4", "experts_read": 23.46}
+    head, _, first, second = latency_report.tables([dense, mixture]).splitlines()
+    assert head.endswith("| of limit | experts read |")
+    assert first.endswith("| 90% |  |")
+    assert second.endswith("| 90% | 23.5 |")
+    assert "experts" not in latency_report.tables([dense])
+
+
+def test_rows_of_another_model_are_not_mixed_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_load", None)
+    (tmp_path / "latency.jsonl").write_text('{"model": "random:31b"}\n')
+    with pytest.raises(ValueError, match="rows of random:31b; give tiny a folder of its own"):
+        command.call(latency, ["--set=model=tiny", f"--output={tmp_path}"])
+
+
+def test_a_call_of_several_rounds_is_timed_by_the_round():
+    engine = carat_jax.load("tiny", engine={"max_context": 128}, decode={"rounds_per_call": 4})
+    step = device_steps.whole_round(device_steps.filled(engine, 20))
+    step.compile()
+    before, started = np.asarray(step.loop._state.bank.lengths), time.perf_counter()
+    told = step.queue(2)
+    np.testing.assert_array_equal(step.loop._state.bank.lengths, before + 8)
+    assert 0 < 8 * told <= time.perf_counter() - started
 
 
 def test_a_round_of_uniform_rows_is_called_whole():

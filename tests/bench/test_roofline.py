@@ -66,6 +66,8 @@ def test_the_table_adds_up_families_and_names_the_gaps():
         "**decode**, batch 1, 6,000 keys: 0.150 ms, 40% of the limit; "
         "everything but the matmuls 50 us"
     )
+    mixture = fixed | step | {"experts_read": 23.46}
+    assert "6,000 keys, 23.5 experts a layer: 0.150 ms" in roofline_report.tables([mixture])
     assert lines[4:] == [
         "| MLP | 50 | 100.0 | 66.7% | 50.0 | 50% |",
         "| norms | 20 | 10.0 | 6.7% |  |  |",

@@ -109,9 +109,9 @@ def test_shares_are_those_of_each_expert_alone(num_rows, impl):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [8, 40])
-def test_a_row_is_the_same_bit_for_bit_whoever_its_neighbours_are(num_rows):
-    x, weights, chosen, gate_up, down = make("random", num_rows)
+@pytest.mark.parametrize(("kind", "num_rows"), [("random", 8), ("random", 40), ("same_set", 40)])
+def test_a_row_is_the_same_bit_for_bit_whoever_its_neighbours_are(kind, num_rows):
+    x, weights, chosen, gate_up, down = make(kind, num_rows)
     together = np.asarray(RUN(x, weights, chosen, gate_up, down))
     for row in (0, 5, num_rows - 1):
         others = jnp.full_like(chosen, SIZES[0]).at[row].set(chosen[row])
@@ -124,6 +124,25 @@ def test_a_row_is_the_same_bit_for_bit_whoever_its_neighbours_are(num_rows):
 def test_sums_without_matrix_instructions_agree(num_rows):
     tile = (ProductTile(rows=num_rows, columns=16, block=16, warps=4, stages=1),) * 2
     arrays = make("random", num_rows)
+    got = np.asarray(expert_mlp(*arrays, impl=IMPL, tile=tile)).astype(np.float64)
+    assert relative_error(got, exact(*arrays)) <= 5e-3
+
+
+@pytest.mark.parametrize("tile_rows", [8, 16, 32])
+@pytest.mark.parametrize(("num_rows", "num_experts"), [(4, 11), (4, 12), (21, 12), (70, 12)])
+def test_odd_numbers_of_experts_and_any_tiles(num_rows, num_experts, tile_rows):
+    # three experts a token: fewer pairs than experts, as many, more, and sorted pairs
+    rng = np.random.default_rng(num_rows)
+    chosen = np.array([rng.permutation(num_experts)[:3] for _ in range(num_rows)])
+    chosen[1:, 0] = np.where((chosen[1:] == 7).any(1), chosen[1:, 0], 7)  # one that is popular
+    arrays = [
+        jnp.asarray(rng.standard_normal((num_rows, 32)), jnp.bfloat16),
+        jnp.asarray(rng.uniform(0.05, 1, (num_rows, 3)), jnp.float32),
+        jnp.asarray(chosen, jnp.int32),
+        jnp.asarray(rng.standard_normal((num_experts, 2, 16, 32)) / 6, jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((num_experts, 32, 16)) / 4, jnp.bfloat16),
+    ]
+    tile = (ProductTile(rows=tile_rows, columns=16, block=16, warps=4, stages=1),) * 2
     got = np.asarray(expert_mlp(*arrays, impl=IMPL, tile=tile)).astype(np.float64)
     assert relative_error(got, exact(*arrays)) <= 5e-3
 
@@ -153,6 +172,11 @@ def test_the_router_kernel_chooses_what_its_oracle_does(num_rows):
     np.testing.assert_array_equal(chosen, ids)
     np.testing.assert_allclose(weights, want, atol=2e-6)
     np.testing.assert_array_equal(weights, np.asarray(route(impl=IMPL)[0]))
+    # a row's scores do not depend on how many rows there are
+    alone = (arrays[0][-1:], *arrays[1:])
+    alone = map(np.asarray, route_experts(*alone, top_k=top_k, eps=1e-6, impl=IMPL))
+    for got, one in zip((weights, chosen), alone, strict=True):
+        np.testing.assert_array_equal(got[-1:], one)
     # when every other row holds no token, these choose nobody and the others what they did
     is_token = np.arange(num_rows) % 2 == 1
     for impl in (IMPL, "xla"):
@@ -163,16 +187,21 @@ def test_the_router_kernel_chooses_what_its_oracle_does(num_rows):
 
 
 def test_refusals_name_the_shape_and_the_limit():
-    def refused(match, error=NotImplementedError, impl="triton", change=None, dtype=jnp.bfloat16):
+    def refused(
+        match, error=NotImplementedError, impl="triton", change=None, dtype=jnp.bfloat16, tile=None
+    ):
         shapes = {"x": (2, 64), "weights": (2, 4), "chosen": (2, 4)}
         shapes |= {"gate_up": (16, 2, 48, 64), "down": (16, 64, 48)} | (change or {})
         kinds = {"weights": jnp.float32, "chosen": jnp.int32}
         arrays = [jax.ShapeDtypeStruct(s, kinds.get(n, dtype)) for n, s in shapes.items()]
         with pytest.raises(error, match=match):
-            jax.eval_shape(lambda *a: expert_mlp(*a, impl=impl), *arrays)
+            jax.eval_shape(lambda *a: expert_mlp(*a, impl=impl, tile=tile), *arrays)
 
     refused("Triton takes bfloat16", dtype=jnp.float32)
     refused("impl='cudnn'", error=ValueError, impl="cudnn")
+    tile = [ProductTile(rows=rows, columns=16, block=16, warps=4, stages=1) for rows in (64, 16)]
+    shapes = {"x": (65, 64), "weights": (65, 4), "chosen": (65, 4)}
+    refused("cut once", error=ValueError, impl="interpret", change=shapes, tile=tile)
     refused("of rows=2", error=ValueError, change={"chosen": (2, 3)})
     refused("do not fit hidden=64", error=ValueError, change={"down": (16, 48, 64)})
     odd = {"gate_up": (16, 2, 40, 64), "down": (16, 64, 40)}
