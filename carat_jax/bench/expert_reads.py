@@ -16,7 +16,6 @@ from carat_jax.array_types import Array, Lengths, Shaped, Tokens
 from carat_jax.bench.device_steps import DeviceStep
 from carat_jax.cache.bank import CacheBank
 from carat_jax.decoding.state import DecodeState
-from carat_jax.decoding.steps import rows_to_verify
 from carat_jax.engine.engine import EngineLoop
 from carat_jax.families import ModelConfig
 from carat_jax.model.gemma4 import Gemma4
@@ -71,7 +70,7 @@ def _rows_of_round(graph: Any, loop: EngineLoop) -> Callable[..., tuple[Tokens, 
     def rows(params: Any, state: DecodeState) -> tuple[Tokens, Lengths]:
         target = merge(graph, params["target"])
         proposal, _ = loop.drafter.propose(params["draft"], state.draft, target, state)
-        return rows_to_verify(state, proposal, loop.options)
+        return proposal.rows(state, loop.options.uniform_rows)
 
     return _jit(rows)
 

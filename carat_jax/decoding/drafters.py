@@ -51,6 +51,16 @@ class Proposal:
     logits: Float[Array, "B M V"] | None = None
     source: Int[Array, "B"] | None = None
 
+    def rows(self, state: DecodeState, at_least: int = 0) -> tuple[Tokens, Lengths]:
+        """What a round's pass takes: each slot's last token and drafts, and how many are real.
+
+        Padded to `at_least` rows; a slot that does not decode has no real ones.
+        """
+        num_valid = jnp.where(state.is_active, 1 + self.num, 0)
+        tokens = jnp.concatenate([state.tokens[:, None], self.tokens], axis=1)
+        pad = max(0, at_least - tokens.shape[1])
+        return jnp.pad(tokens, ((0, 0), (0, pad))), num_valid
+
 
 @runtime_checkable
 class Drafter(Protocol):

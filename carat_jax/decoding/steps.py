@@ -245,7 +245,7 @@ def build_steps(
         with jax.named_scope("draft"):
             state, proposal = propose(params, state)
         bank, hidden, logits = verify(
-            params, state.bank, *rows_to_verify(state, proposal, options), num_keys
+            params, state.bank, *proposal.rows(state, options.uniform_rows), num_keys
         )
         state = dataclasses.replace(state, bank=bank)
         with jax.named_scope("accept"):
@@ -266,7 +266,7 @@ def build_steps(
         @functools.partial(jit, donate_argnames="state")
         def before(params: Any, state: DecodeState):
             state, proposal = propose(params, state)
-            return state, proposal, *rows_to_verify(state, proposal, options)
+            return state, proposal, *proposal.rows(state, options.uniform_rows)
 
         jit_accept = jit(accept, donate_argnames="state", static_argnames="kind")
 
@@ -361,16 +361,6 @@ def build_steps(
         fork=jit(fork, donate_argnames="state"),
         release=jit(release, donate_argnames="state"),
     )
-
-
-def rows_to_verify(
-    state: DecodeState, proposal: Proposal, options: StepOptions
-) -> tuple[Tokens, Lengths]:
-    """What a round's pass takes: each slot's last token and its drafts, and how many are real."""
-    num_valid = jnp.where(state.is_active, 1 + proposal.num, 0)
-    tokens = jnp.concatenate([state.tokens[:, None], proposal.tokens], axis=1)
-    pad = max(0, options.uniform_rows - tokens.shape[1])
-    return jnp.pad(tokens, ((0, 0), (0, pad))), num_valid
 
 
 def _allowed(
