@@ -43,7 +43,7 @@ def load_weights(known: flags.FlagValues, rows: str | None = None) -> carat_jax.
     if file and file.is_file():
         model = read_settings(known.config, known.set).build().model
         lines = file.read_text(encoding="utf-8").splitlines()
-        if others := {json.loads(line)["model"] for line in lines} - {model}:
+        if others := {json.loads(line).get("model", model) for line in lines} - {model}:
             raise ValueError(
                 f"--output: {file} has rows of {min(others)}; give {model} a folder of its own"
             )

@@ -41,13 +41,12 @@ def experts_read(steps: Mapping[Any, DeviceStep], samples: int = 8) -> dict[Any,
     stopped; of several rounds in one call the first. None of a model without experts.
     """
     found: dict[Any, float | None] = dict.fromkeys(steps)
-    models = {step.loop.model: step.loop.config.dtype for step in steps.values()}
-    graphs = {model: split(Gemma4(model, jnp.dtype(dtype)))[0] for model, dtype in models.items()}
     counters: dict[Any, Callable] = {}  # steps that compute alike share one
     for name, step in steps.items():
-        loop, graph = step.loop, graphs[step.loop.model]
-        if not any(layer.num_experts for layer in loop.model.layers):
+        loop = step.loop
+        if not loop.model.enable_moe_block:
             continue
+        graph, _ = split(Gemma4(loop.model, jnp.dtype(loop.config.dtype)))
         key = loop.model, loop.options.compute
         count = counters[key] = counters.get(key) or _counter(graph, *key)
         rows_of = _rows_of_round(graph, loop)
