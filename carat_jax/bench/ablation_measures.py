@@ -77,12 +77,7 @@ def _greedy(workload: Workload) -> dict[str, Any]:
 def bytes_a_round(engine: Engine, workload: Workload) -> float:
     """Bytes that a round has to read at the middle of the output; see `bench.cost`."""
     context = workload.prompt_tokens + workload.new_tokens // 2
-    at = {"context": context, "slots": engine.loop.num_slots}
-    passes = (
-        cost.pass_costs(engine, rows=engine.loop.num_rows, **at),
-        cost.draft_costs(engine, **at),
-    )
-    return sum(cost.total(one).bytes for one in passes)
+    return cost.total(cost.round_costs(engine, context, engine.loop.num_slots)).bytes
 
 
 class Reference:

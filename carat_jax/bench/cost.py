@@ -127,6 +127,15 @@ def draft_costs(engine: Engine, context: int, slots: int = 1) -> dict[tuple[str,
     return {key: cost * drafter.num_drafts for key, cost in costs.items()}
 
 
+def round_costs(
+    engine: Engine, context: int, slots: int = 1, experts_read: float | None = None
+) -> dict[tuple[str, str], Cost]:
+    """A round of the engine: its pass over its rows of every slot, and the drafts before it."""
+    rows = engine.loop.num_rows
+    passed = pass_costs(engine, context, rows, slots, experts_read=experts_read)
+    return passed | draft_costs(engine, context, slots)
+
+
 def _names(path: tuple) -> list[str]:
     return [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
 

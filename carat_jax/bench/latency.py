@@ -99,17 +99,13 @@ def queued_rows(
             verify, whole = (f"verify_{rows}", setting), ("round", setting)
             steps[verify] = device_steps.verify(loop, rows)
             steps[whole] = device_steps.whole_round(loop)
-            one = functools.partial(cost.pass_costs, drafted, context, rows, slots)
-            costs |= {verify: one, whole: one}
+            costs[verify] = functools.partial(cost.pass_costs, drafted, context, rows, slots)
+            costs[whole] = functools.partial(cost.round_costs, drafted, context, slots)
     compile_s = device_steps.compile_all(steps)
     times = device_steps.alternate(steps, count)
     median = device_steps.medians(times)
     read = experts_read(steps)
     least = {case: cost.total(costs[case](experts_read=read[case])) for case in steps}
-    for setting, (_, drafted) in pairs.items():
-        if drafted is not None:
-            slots = drafted.config.engine.max_batch
-            least["round", setting] += cost.total(cost.draft_costs(drafted, context, slots))
     records = {
         case: {
             "ms": seconds * 1e3,

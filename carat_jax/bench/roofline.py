@@ -56,9 +56,8 @@ class Phases:
         context, chunk = _CONTEXT.value, min(_CHUNK.value, _CONTEXT.value)
         sizes = {"max_batch": batch, "max_context": device_steps.with_room(base, context)}
         self.steps: dict[str, device_steps.DeviceStep] = {}
-        # By the experts that a layer reads; of the round what its draft reads as well.
-        self.costs: dict[str, Callable[..., dict[tuple[str, str], Cost]]] = {}
-        self.draft: _Costs = {}
+        # Functions of `experts_read`, which is counted once the steps have run.
+        self.costs: dict[str, Callable[..., _Costs]] = {}
         plain = base.variant(engine=sizes, decode={"drafter": "none"})
         if "prefill" in _PHASES.value:
             loop = device_steps.filled(plain.variant(), context - chunk)
@@ -74,14 +73,8 @@ class Phases:
             loop, rows = device_steps.filled(drafted, context), drafted.loop.num_rows
             self.steps["verify"] = device_steps.verify(loop, rows)
             self.steps["round"] = device_steps.whole_round(loop)
-            one = functools.partial(cost.pass_costs, drafted, context, rows, batch)
-            self.costs |= {"verify": one, "round": one}
-            self.draft = cost.draft_costs(drafted, context, batch)
-
-    def least(self, phase: str, read: float | None) -> dict[tuple[str, str], Cost]:
-        """What a phase has to do whose layers read so many experts."""
-        costs = self.costs[phase](experts_read=read)
-        return {**costs, **(self.draft if phase == "round" else {})}
+            self.costs["verify"] = functools.partial(cost.pass_costs, drafted, context, rows, batch)
+            self.costs["round"] = functools.partial(cost.round_costs, drafted, context, batch)
 
 
 def part_rows(
@@ -153,7 +146,7 @@ def _measure(base: Engine, batch: int, rates: tuple[float, float], output: Path 
             listing.write_text(kernel_list(phase, listed), encoding="utf-8")
         print(kernel_list(phase, listed[: _TOP.value]))
         groups, experts = kernel_trace.grouped(kernels, base.model), read.get(phase)
-        least = phases.least(phase, experts)
+        least = phases.costs[phase](experts_read=experts)
         parts = part_rows(groups, least, rates)
         for row in parts:
             yield phase, row
