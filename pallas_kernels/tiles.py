@@ -286,6 +286,8 @@ class ProductTile:
 
 # Above this many tokens pairs are sorted by expert first; below, a program looks for its own.
 FEW_ROWS = 64
+# From this many tokens on an expert has enough of them for tiles of 128 rows.
+LONG_CHUNK = 2048
 
 
 def expert_tiles(
@@ -295,23 +297,28 @@ def expert_tiles(
 
     Narrow tiles give every multiprocessor a program even when one token reads eight experts. Few
     rows, because few tokens share an expert: with tiles that hold all 64 tokens, four of which an
-    expert has on average, a layer of the 26B takes 557 us instead of 375, with 32 rows 440.
+    expert has on average, a layer of the 26B takes 557 us instead of 375, with 32 rows 440. A long
+    chunk has 128 or more pairs an expert: against tiles of 64 x 64, those of 128 x 128 take 753 us
+    instead of 827 for 2,048 tokens and 1,720 instead of 2,033 for 6,144.
     """
     memory, _ = limits(device)
-    is_few = rows <= FEW_ROWS
-    tile_rows = 16 if is_few else FEW_ROWS
-    tiles = []
-    for matrices, inputs, outputs in ((2, hidden, width), (1, width, hidden)):
-        columns, block = (32 if matrices == 2 and is_few else 64), (128 if is_few else 64)
-        shape = {
-            "rows": tile_rows,
-            "columns": min(columns, outputs & -outputs),
-            "block": min(block, inputs & -inputs),
-            "warps": 4,
+    if rows <= FEW_ROWS:
+        shared, columns = {"rows": 16, "block": 128, "warps": 4, "stages": 4}, (32, 64)
+    elif rows < LONG_CHUNK:
+        shared, columns = {"rows": 64, "block": 64, "warps": 4, "stages": 4}, (64, 64)
+    else:
+        shared, columns = {"rows": 128, "block": 64, "warps": 8, "stages": 3}, (64, 128)
+
+    def fitted(matrices, wanted, inputs, outputs):
+        shape = shared | {
+            "columns": min(wanted, outputs & -outputs),
+            "block": min(shared["block"], inputs & -inputs),
         }
-        fitting = (ProductTile(**shape, stages=depth) for depth in (4, 3, 2, 1))
-        tiles.append(next(t for t in fitting if t.shared_memory(matrices) <= memory))
-    return tuple(tiles)
+        depths = range(shared["stages"], 0, -1)
+        fitting = (ProductTile(**shape | {"stages": depth}) for depth in depths)
+        return next(tile for tile in fitting if tile.shared_memory(matrices) <= memory)
+
+    return fitted(2, columns[0], hidden, width), fitted(1, columns[1], width, hidden)
 
 
 MAX_FEW_ROWS = 32

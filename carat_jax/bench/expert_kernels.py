@@ -6,7 +6,6 @@ bytes are those of the experts that were chosen, each counted once.
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +88,15 @@ def expert_tile_candidates(num_rows):
         *((16, 64, 2, 4), (32, 64, 2, 4), (32, 64, 4, 4), (64, 64, 2, 4), (64, 64, 4, 3)),
         *((64, 64, 4, 6), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 8, 4)),
     ]
-    many = [(64, 64, 4, 4), (64, 64, 8, 3), (64, 64, 8, 4), (64, 32, 8, 4), (32, 64, 4, 4)]
+    # Of sorted pairs, both products in tiles of as many rows; each against the first of the other.
+    many = {
+        64: ([(64, 64, 4, 4), (64, 64, 4, 3)], [(128, 64, 4, 4), (128, 64, 4, 3), (256, 64, 8, 3)]),
+        128: (
+            [(64, 64, 8, 3), (64, 64, 8, 4), (64, 64, 4, 3), (64, 128, 8, 2), (64, 32, 8, 6)],
+            [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (256, 64, 8, 3), (64, 64, 4, 3)],
+        ),
+        256: ([(64, 64, 8, 3)], [(128, 64, 8, 3)]),
+    }
     names = ("columns", "block", "warps", "stages")
     first, second = expert_tiles(
         rows=num_rows,
@@ -102,9 +109,10 @@ def expert_tile_candidates(num_rows):
         return ProductTile(rows=rows, **dict(zip(names, sizes, strict=True)))
 
     yield first, second
-    if num_rows > FEW_ROWS:  # sorted pairs: both products in tiles of as many rows
-        for rows, sizes in itertools.product((64, 128), many):
-            yield made(sizes, rows), made((128, *sizes[1:]), rows)
+    if num_rows > FEW_ROWS:
+        for rows, (gate_ups, downs) in many.items():
+            yield from ((made(sizes, rows), made(downs[0], rows)) for sizes in gate_ups)
+            yield from ((made(gate_ups[0], rows), made(sizes, rows)) for sizes in downs[1:])
         return
     if num_rows > first.rows:  # tiles that hold more tokens than an expert is likely to have
         yield from (

@@ -211,7 +211,7 @@ def test_refusals_name_the_shape_and_the_limit():
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
-@pytest.mark.parametrize("num_rows", [1, 4, 64, 512])
+@pytest.mark.parametrize("num_rows", [1, 4, 64, 512, 2048])
 def test_the_kernel_lowers_with_tiles_that_fit(num_rows, device):
     num_experts, hidden, width, top_k = 128, 2816, 704, 8
     memory, processors = tiles.limits(device)
