@@ -94,18 +94,23 @@ def draw(rows: Sequence[Mapping[str, Any]]):
                 axis.grid(axis="x", visible=False)
                 axis.set_xlabel(f"{loads[0]:g} {unit_of_load}")
                 continue
+            ends = []
             for name in sorted({row["row"] for row in rows}):
                 line = [row for row in rows if row["row"] == name]
                 xs, ys = [load_of(row)[1] for row in line], [row[key] for row in line]
                 axis.plot(xs, ys, color=colours[name], marker="o", markersize=4)
-                axis.annotate(
-                    name, (xs[-1], ys[-1]), (6, 0), textcoords="offset points", va="center",
-                    color=colours[name], weight="bold",
-                )  # fmt: skip
+                ends.append((ys[-1], xs[-1], name))
             axis.set_xscale("log", base=2)
             axis.set_xticks(loads, [f"{load:g}" for load in loads])
             axis.minorticks_off()
             axis.set_ylim(bottom=0)
+            place, height = 0, 0.06 * axis.get_ylim()[1]
+            for y, x, name in sorted(ends):  # from below, each clear of the one before
+                place = max(y, place + height)
+                axis.annotate(
+                    name, (x, place), (6, 0), textcoords="offset points", va="center",
+                    color=colours[name], weight="bold",
+                )  # fmt: skip
             axis.set_xlabel(unit_of_load)
         words = [f"{name}: {WHAT[name]}" for name in sorted({row["row"] for row in rows})]
         figure.supxlabel("    ".join(words), fontsize=8.5, color=theme.ink)
