@@ -8,10 +8,26 @@ import numpy as np
 from absl import logging
 
 from carat_jax.bench import measure
+from carat_jax.families import FAMILIES
 
-GLOBAL = {"heads": 32, "kv_heads": 4, "head_dim": 512}  # a 31B global layer, eight rows a position
-LOCAL = {"heads": 32, "kv_heads": 16, "head_dim": 256}
 WINDOW, CAPACITY = 1024, 1088
+
+
+def attention_shapes(model):
+    """Heads, KV heads and head dimension of a model's global and of its local layers."""
+    config = FAMILIES[model]
+    kinds = {layer.is_sliding: layer for layer in map(config.layer, range(len(config.layer_types)))}
+    return [
+        {
+            "heads": config.num_attention_heads,
+            "kv_heads": kinds[is_sliding].num_kv_heads,
+            "head_dim": kinds[is_sliding].head_dim,
+        }
+        for is_sliding in (False, True)
+    ]
+
+
+GLOBAL, LOCAL = attention_shapes("31b")
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -1,8 +1,9 @@
 """`python -m carat_jax.bench.kernels`: each kernel against its baselines, in one run.
 
-Shapes of Gemma 4 31B and 12B, bfloat16, random numbers; what a cache holds past its length is NaN.
-Every variant is checked against the float32 oracle before it is timed. Records go to --out as JSON
-lines; figures are microseconds a layer, gross and net of the empty chain that is recorded too.
+Shapes of Gemma 4 31B and, where a case says so, of other sizes; bfloat16, random numbers, and NaN
+past a cache's length. Every variant is checked against the float32 oracle before it is timed.
+Records go to --out as JSON lines; figures are microseconds a layer, gross and net of the empty
+chain that is recorded too.
 
     python -m carat_jax.bench.kernels --out kernels.jsonl
     python -m carat_jax.bench.kernels --cases padding --counts 5960:6081:1 --out padding.jsonl
@@ -21,6 +22,7 @@ from carat_jax.bench.kernel_race import (
     GLOBAL,
     LOCAL,
     WINDOW,
+    attention_shapes,
     checked_race,
     random_array,
     relative_error,
@@ -50,10 +52,12 @@ _CONTEXTS = flags.DEFINE_list("contexts", ["6005", "32005", "131005"], "Keys of 
 _COUNTS = flags.DEFINE_string(
     "counts", "5960:6081:1", "Key counts of `padding`, from:to:step.", **_own
 )
+_MODEL = flags.DEFINE_enum(
+    "model", "31b", ["31b", "26b-a4b", "12b"], "Whose layers `grouped` and `ring` are.", **_own
+)
 _ROWS = flags.DEFINE_list("rows", ["1", "4", "8", "16", "32", "64"], "Tokens of `experts`.", **_own)
 flags.DEFINE_boolean("help", False, "Print this.", **_own)
 _GIB = 2**30
-GLOBAL_12B = {"heads": 16, "kv_heads": 1, "head_dim": 512}
 ROTATED, LAYERS = 128, 50
 # The choice is 17 programs a head with a block of 64 each, 272 in all.
 RING_RIVALS = [
@@ -114,16 +118,16 @@ def grouped(records, ceiling, shape, keys, num_new, *, per_head=True, three_stag
     records.add(**fixed, variant="ratios", **ratio)
 
 
-def ring(records, ceiling, num_new, rivals=()):
+def ring(records, ceiling, local, num_new, rivals=()):
     """The local attention of 50 layers, kernel against XLA, or its tile against others."""
-    shape = (1, LOCAL["kv_heads"], CAPACITY, LOCAL["head_dim"])
+    shape = (1, local["kv_heads"], CAPACITY, local["head_dim"])
     layers = {
         "ring": [
             (random_array(2 * i, shape), random_array(2 * i + 1, shape)) for i in range(LAYERS)
         ]
     }
     starts, ends = jnp.array([5000]), jnp.array([5000 + num_new])
-    q = random_array(99, (1, num_new, LOCAL["heads"], LOCAL["head_dim"]), 0.08)
+    q = random_array(99, (1, num_new, local["heads"], local["head_dim"]), 0.08)
     at = {"starts": starts, "ends": ends, "window": WINDOW}
     run = functools.partial(ring_attention, impl="triton", **at)
     others = {f"ring {tile}": functools.partial(run, tile=tile) for tile in rivals}
@@ -132,7 +136,7 @@ def ring(records, ceiling, num_new, rivals=()):
     oracle = jax.jit(functools.partial(reference.ring_attention, **at))(q, *layers["ring"][0])
     moved = {"ring": 2 * shape[1] * (WINDOW + num_new - 1) * shape[3] * 2}
     case = "tiles" if rivals else "ring"
-    fixed = {"case": case, **LOCAL, "window": WINDOW, "positions": num_new}
+    fixed = {"case": case, **local, "window": WINDOW, "positions": num_new}
     more = {"length": 200, "moved": moved, "ceiling": ceiling}
     checked_race(records, fixed, variants, oracle, q, layers, **more)
 
@@ -322,14 +326,16 @@ def main():
     records = measure.Records(_OUT.value, _COMMIT.value)
     ceiling = measure.read_bandwidth()
     records.add(case="read", gb_per_s=ceiling / 1e9)
+    wide, local = attention_shapes(_MODEL.value)
     for keys in contexts if "grouped" in chosen else ():
-        grouped(records, ceiling, GLOBAL, keys, 4)
-    for shape, num_new in ((GLOBAL, 1), (GLOBAL, 8), (GLOBAL_12B, 8)) if "rows" in chosen else ():
+        grouped(records, ceiling, wide, keys, 4)
+    of_12b = attention_shapes("12b")[0]
+    for shape, num_new in ((GLOBAL, 1), (GLOBAL, 8), (of_12b, 8)) if "rows" in chosen else ():
         for keys in (contexts[0], contexts[-1]):
             more = {"per_head": False, "three_stage": False}
             grouped(records, ceiling, shape, keys, num_new, **more)
     for num_new in (1, 4, 8) if "ring" in chosen else ():
-        ring(records, ceiling, num_new)
+        ring(records, ceiling, local, num_new)
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     for batch in (1, 8) if "layouts" in chosen else ():
         for context in (2048, 32768, 131072):
@@ -340,7 +346,7 @@ def main():
         torch_sdpa(records, keys)
     if "tiles" in chosen:
         prefill_candidates(records)
-        ring(records, ceiling, 4, RING_RIVALS)
+        ring(records, ceiling, LOCAL, 4, RING_RIVALS)
         for keys in (contexts[0], contexts[-1]):
             tile_candidates(records, keys)
     if "slots" in chosen:
