@@ -21,7 +21,7 @@ from carat_jax.bench import command, device_steps
 from carat_jax.bench.measure import Records
 from carat_jax.cache.append import append_attend, borrow_attend
 from carat_jax.engine.api import Engine
-from carat_jax.model import decoder_layer
+from carat_jax.model import self_attention
 
 _FLAGS = command.new_flags("Folder of the rows.")
 _own = {"flag_values": _FLAGS}
@@ -54,7 +54,7 @@ def without_local_attention() -> Iterator[list]:
         return stand_in(q)
 
     patches = {"append_attend": append, "borrow_attend": borrow}
-    with mock.patch.multiple(decoder_layer, **patches):
+    with mock.patch.multiple(self_attention, **patches):
         yield left_out
 
 

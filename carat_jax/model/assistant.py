@@ -37,16 +37,13 @@ from carat_jax.assistant_families import (
 from carat_jax.cache.bank import CacheBank
 from carat_jax.families import ModelConfig
 from carat_jax.model.checkpoint import load_params
-from carat_jax.model.decoder_layer import (
-    DecoderLayer,
-    RMSNorm,
-    layer_frequencies,
-    run_layers,
-)
+from carat_jax.model.decoder_layer import DecoderLayer, run_layers
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.json_file import read_json
 from carat_jax.model.load_hf import Placement
+from carat_jax.model.norm import RMSNorm
 from carat_jax.model.params import TensorSource, matrix, param, split
+from carat_jax.model.self_attention import layer_frequencies
 from carat_jax.model.step_context import StepContext
 from carat_jax.model.taps import NO_TAPS
 from carat_jax.numerics.attention import KeyView, RotatedView

@@ -16,13 +16,10 @@ from jax.typing import DTypeLike
 from carat_jax.array_types import Array, Float, Hidden, Lengths, Slots, Tokens
 from carat_jax.cache.bank import CacheBank
 from carat_jax.families import ModelConfig
-from carat_jax.model.decoder_layer import (
-    DecoderLayer,
-    RMSNorm,
-    layer_frequencies,
-    run_layers,
-)
+from carat_jax.model.decoder_layer import DecoderLayer, run_layers
+from carat_jax.model.norm import RMSNorm
 from carat_jax.model.params import TensorSource, matrix, param
+from carat_jax.model.self_attention import layer_frequencies
 from carat_jax.model.step_context import StepContext
 from carat_jax.model.taps import NO_TAPS, Taps
 from carat_jax.numerics.layers import embed, linear, rope_tables, scale, soft_cap, tied_head

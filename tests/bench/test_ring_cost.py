@@ -7,7 +7,7 @@ import pytest
 import carat_jax
 from carat_jax.bench import command, ring_cost
 from carat_jax.cache.append import Projection, append_attend
-from carat_jax.model import decoder_layer
+from carat_jax.model import self_attention
 
 
 def test_only_local_attention_is_left_out(monkeypatch):
@@ -17,11 +17,11 @@ def test_only_local_attention_is_left_out(monkeypatch):
     at = jnp.zeros(2, jnp.int32), jnp.full(2, 3), None
     monkeypatch.setattr(ring_cost, "borrow_attend", lambda *args: args)
     with ring_cost.without_local_attention() as left_out:
-        cache, out = decoder_layer.append_attend("ring", new, *at[:2], 4, at[2])
-        whole = decoder_layer.append_attend("linear", new, *at[:2], None, at[2])
+        cache, out = self_attention.append_attend("ring", new, *at[:2], 4, at[2])
+        whole = self_attention.append_attend("linear", new, *at[:2], None, at[2])
         borrowed = qkv[..., :2, :], None, 1e-6, (), at[0]
-        alone = decoder_layer.borrow_attend("ring", *borrowed, 4, at[2])
-        kept = decoder_layer.borrow_attend("linear", *borrowed, None, at[2])
+        alone = self_attention.borrow_attend("ring", *borrowed, 4, at[2])
+        kept = self_attention.borrow_attend("linear", *borrowed, None, at[2])
     assert cache == "ring"
     assert len(left_out) == 2
     np.testing.assert_array_equal(alone, out)
@@ -29,7 +29,7 @@ def test_only_local_attention_is_left_out(monkeypatch):
     for head in range(4):
         np.testing.assert_array_equal(out[:, :, head], qkv[:, :, head // 2, head % 2])
     assert whole == ("linear", new, *at[:2], None, at[2])
-    assert decoder_layer.append_attend is append_attend
+    assert self_attention.append_attend is append_attend
 
 
 @pytest.mark.parametrize(

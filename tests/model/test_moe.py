@@ -14,9 +14,10 @@ import pytest
 from ml_dtypes import bfloat16
 
 from carat_jax.families import from_hf
-from carat_jax.model.decoder_layer import Attention, DecoderLayer
+from carat_jax.model.decoder_layer import DecoderLayer
 from carat_jax.model.moe import Router
 from carat_jax.model.params import merge, split
+from carat_jax.model.self_attention import Attention
 from carat_jax.model.step_context import StepContext
 from carat_jax.model.taps import NO_TAPS
 from carat_jax.numerics.experts import expert_mlp

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from carat_jax.families import from_hf
-from carat_jax.model.decoder_layer import PerLayerInput
+from carat_jax.model.mlp import PerLayerInput
 from carat_jax.model.params import merge, split
 from pallas_kernels.tiles import MAX_FEW_ROWS
 from tests.kernels.lowering import lower
