@@ -6,10 +6,10 @@ kernel does gate, up, gelu and their product, the second down and the pair's wei
 shares are then summed in the order of its choices, here or by `mixture_norm`. No atomics: the
 result is the same bit for bit, and a row's does not depend on its neighbours'.
 
-With up to `FEW_ROWS` tokens there is a program for every expert, or for every pair where those are
-fewer, whatever was chosen. It finds its tokens among all of them, or stops at once; it takes 16 at
-a time, and so reads its weights again (from the device's cache) only where more of them agree. Of
-more tokens the pairs are sorted by expert first and cut into tiles, one for each program.
+With up to `FEW_TOKENS` tokens there is a program for every expert, or for every pair where those
+are fewer, whatever was chosen. It finds its tokens among all of them, or stops at once; it takes 16
+at a time, and so reads its weights again (from the device's cache) only where more of them agree.
+Of more tokens the pairs are sorted by expert first and cut into tiles, one for each program.
 """
 
 import dataclasses
@@ -22,10 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import reference, tiles
+from pallas_kernels import product_tiles, reference
 from pallas_kernels.activation import gelu
 from pallas_kernels.dispatch import choose
-from pallas_kernels.tiles import ProductTile, next_power_of_two
+from pallas_kernels.product_tiles import ProductTile
+from pallas_kernels.tiles import current_device, next_power_of_two
 
 
 def expert_mlp(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
@@ -80,11 +81,11 @@ def expert_shares(x, weights, chosen, gate_up, down, *, impl=None, tile=None):
     impl = choose("expert_mlp", impl, reason, on_triton)
     if impl == "xla":
         return reference.expert_shares(x, weights, chosen, gate_up, down)
-    device = tiles.current_device()
-    tile = tile or tiles.expert_tiles(rows=rows, hidden=hidden, width=width, device=device)
+    device = current_device()
+    tile = tile or product_tiles.expert_tiles(rows=rows, hidden=hidden, width=width, device=device)
     tile[0].check("expert_mlp", hidden, width)
     tile[1].check("expert_mlp", width, hidden)
-    if rows > tiles.FEW_ROWS and tile[0].rows != tile[1].rows:
+    if rows > product_tiles.FEW_TOKENS and tile[0].rows != tile[1].rows:
         raise ValueError(f"expert_mlp: sorted pairs are cut once, not for {tile[0]} and {tile[1]}")
     return _run(x, weights, chosen, gate_up, down, tile=tile, interpret=impl == "interpret")
 
@@ -281,7 +282,7 @@ def _run(x, weights, chosen, gate_up, down, *, tile, interpret):
     (rows, top_k), (num_experts, _, width, hidden) = chosen.shape, gate_up.shape
     first, second = tile
     chosen = chosen.astype(jnp.int32)
-    if rows <= tiles.FEW_ROWS:
+    if rows <= product_tiles.FEW_TOKENS:
         pairs, tables = Direct(rows, top_k, num_experts), (chosen.reshape(-1),)
     else:
         tables = _sort_pairs(chosen, num_experts, first.rows)

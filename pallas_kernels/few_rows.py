@@ -22,10 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import reference, tiles
+from pallas_kernels import reference
 from pallas_kernels.activation import gelu
 from pallas_kernels.dispatch import choose
-from pallas_kernels.tiles import MAX_FEW_ROWS, next_power_of_two
+from pallas_kernels.product_tiles import MAX_FEW_ROWS, few_row_tile
+from pallas_kernels.tiles import current_device, next_power_of_two
 
 
 def few_row_product(x, weight, *, impl=None, tile=None):
@@ -108,8 +109,8 @@ def _choose(kernel, rows, dtype, weight, impl, tile):
     impl = choose(kernel, impl, reason, on_triton)
     if impl == "xla":
         return impl, None
-    tile = tile or tiles.few_row_tile(
-        rows=num_rows, inputs=inputs, outputs=outputs, device=tiles.current_device()
+    tile = tile or few_row_tile(
+        rows=num_rows, inputs=inputs, outputs=outputs, device=current_device()
     )
     tile.check(kernel, inputs, outputs)
     if tile.rows < num_rows:

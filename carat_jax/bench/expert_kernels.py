@@ -17,7 +17,8 @@ from carat_jax.model.moe import Router
 from carat_jax.model.params import merge, random_params, split
 from carat_jax.numerics.experts import expert_mlp as expert_products
 from pallas_kernels import expert_mlp, reference
-from pallas_kernels.tiles import FEW_ROWS, ProductTile, expert_tiles, next_power_of_two
+from pallas_kernels.product_tiles import FEW_TOKENS, ProductTile, expert_tiles
+from pallas_kernels.tiles import next_power_of_two
 
 MODEL = FAMILIES["26b-a4b"]
 
@@ -109,7 +110,7 @@ def expert_tile_candidates(num_rows):
         return ProductTile(rows=rows, **dict(zip(names, sizes, strict=True)))
 
     yield first, second
-    if num_rows > FEW_ROWS:
+    if num_rows > FEW_TOKENS:
         for rows, (gate_ups, downs) in many.items():
             yield from ((made(sizes, rows), made(downs[0], rows)) for sizes in gate_ups)
             yield from ((made(gate_ups[0], rows), made(sizes, rows)) for sizes in downs[1:])

@@ -9,7 +9,7 @@ from carat_jax.families import ModelConfig
 from carat_jax.model.norm import RMSNorm
 from carat_jax.model.params import TensorSource, matrix, param
 from carat_jax.numerics.layers import few_row_impl, gelu_gate, joined, linear
-from pallas_kernels import few_row_parts, gated_row_parts, tiles
+from pallas_kernels import few_row_parts, gated_row_parts, product_tiles
 
 
 class MLP(nnx.Module):
@@ -76,7 +76,7 @@ class PerLayerInput(nnx.Module):
         """
         gate, projection = self.gate.get_value(), self.projection.get_value()
         num_rows = x.size // x.shape[-1]
-        impl = few_row_impl(products, num_rows, *gate.shape, tiles.per_layer_rows_win)
+        impl = few_row_impl(products, num_rows, *gate.shape, product_tiles.per_layer_rows_win)
         if impl == "xla":
             gated = gelu_gate(linear(x, gate), inputs[:, :, self.index])
             return linear(gated, projection)

@@ -20,7 +20,7 @@ from carat_jax.model.params import TensorSource, param, vector
 from carat_jax.numerics.experts import expert_mlp
 from carat_jax.numerics.layers import product, rms_norm
 from pallas_kernels import expert_shares, route_experts
-from pallas_kernels.tiles import FEW_ROWS
+from pallas_kernels.product_tiles import FEW_TOKENS
 
 
 class Router(nnx.Module):
@@ -52,7 +52,7 @@ class Router(nnx.Module):
         """
         scale, proj = self.scale.get_value(), self.proj.get_value()
         expert_scale = self.per_expert_scale.get_value()
-        if impl in ("triton", "interpret") and x.shape[0] * x.shape[1] <= FEW_ROWS:
+        if impl in ("triton", "interpret") and x.shape[0] * x.shape[1] <= FEW_TOKENS:
             routed = route_experts(
                 x.reshape(-1, x.shape[-1]), scale, proj, expert_scale,
                 None if is_token is None else is_token.reshape(-1),

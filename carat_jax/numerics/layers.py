@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from carat_jax.array_types import Array, Float, Int
-from pallas_kernels import few_row_parts, sum_parts, tiles
+from pallas_kernels import few_row_parts, product_tiles, sum_parts, tiles
 
 
 def precision(dtype: DTypeLike) -> lax.Precision | None:
@@ -123,7 +123,7 @@ def few_row_impl(
     rows: int,
     inputs: int,
     outputs: int,
-    wins: Callable[..., bool] = tiles.few_rows_win,
+    wins: Callable[..., bool] = product_tiles.few_rows_win,
 ) -> str:
     """Who multiplies: "xla", or the kernel of few rows by "triton" or "interpret".
 
@@ -135,7 +135,7 @@ def few_row_impl(
     if products == "measured":
         shape = {"rows": rows, "inputs": inputs, "outputs": outputs}
         return "triton" if wins(**shape, device=tiles.current_device()) else "xla"
-    return products if rows <= tiles.MAX_FEW_ROWS else "xla"
+    return products if rows <= product_tiles.MAX_FEW_ROWS else "xla"
 
 
 def embed(tokens: Int[Array, "B T"], table: Float[Array, "V D"], factor: float) -> Array:

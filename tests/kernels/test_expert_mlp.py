@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import expert_mlp, expert_shares, route_experts, tiles
-from pallas_kernels.tiles import ProductTile
+from pallas_kernels import expert_mlp, expert_shares, product_tiles, route_experts, tiles
+from pallas_kernels.product_tiles import ProductTile
 from tests.kernels.bodies import relative_error
 from tests.kernels.lowering import lower
 from tests.oracle import gelu_tanh
@@ -215,7 +215,7 @@ def test_refusals_name_the_shape_and_the_limit():
 def test_the_kernel_lowers_with_tiles_that_fit(num_rows, device):
     num_experts, hidden, width, top_k = 128, 2816, 704, 8
     memory, processors = tiles.limits(device)
-    chosen = tiles.expert_tiles(rows=num_rows, hidden=hidden, width=width, device=device)
+    chosen = product_tiles.expert_tiles(rows=num_rows, hidden=hidden, width=width, device=device)
     for tile, matrices, inputs, outputs in zip(
         chosen, (2, 1), (hidden, width), (width, hidden), strict=True
     ):

@@ -15,7 +15,7 @@ import pytest
 
 from carat_jax.numerics.layers import linear
 from pallas_kernels import few_row_parts, few_row_product, gated_row_parts, tiles
-from pallas_kernels.tiles import ProductTile
+from pallas_kernels.product_tiles import MAX_FEW_ROWS, ProductTile, few_row_tile
 from tests.kernels.bodies import relative_error
 from tests.kernels.lowering import lower
 from tests.oracle import gelu_tanh
@@ -34,7 +34,7 @@ def factors(shape, dtype=jnp.bfloat16):
     """Rows [32, K] and a weight [K, N]."""
     inputs, outputs = shape
     keys = jax.random.split(jax.random.key(inputs))
-    x = jax.random.normal(keys[0], (tiles.MAX_FEW_ROWS, inputs), dtype)
+    x = jax.random.normal(keys[0], (MAX_FEW_ROWS, inputs), dtype)
     weight = jax.random.normal(keys[1], (inputs, outputs), dtype) * inputs**-0.5
     return x, weight.astype(dtype)
 
@@ -184,7 +184,7 @@ def test_it_lowers_under_its_name_and_in_its_memory(device, shape):
         arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, shape[0]), shape)]
         text = lower(functools.partial(few_row_product, impl="triton"), arrays, device)
         assert 'name = "carat_few_rows"' in text
-        tile = tiles.few_row_tile(rows=rows, inputs=shape[0], outputs=shape[1], device=device)
+        tile = few_row_tile(rows=rows, inputs=shape[0], outputs=shape[1], device=device)
         assert tile.shared_memory(1) <= tiles.limits(device)[0]
 
 
@@ -201,9 +201,9 @@ def test_a_per_layer_input_lowers_under_its_name_in_one_walk(device, width):
         text = lower(run, arrays, device)
         assert 'name = "carat_gated_rows"' in text
         # A pipeline of loads would hold every part of every row in shared memory.
-        tile = tiles.few_row_tile(rows=rows, inputs=256, outputs=width, device=device)
+        tile = few_row_tile(rows=rows, inputs=256, outputs=width, device=device)
         assert tile.stages == 1
-        assert tiles.few_row_tile(rows=rows, inputs=width, outputs=256, device=device).splits == 8
+        assert few_row_tile(rows=rows, inputs=width, outputs=256, device=device).splits == 8
 
 
 @pytest.mark.parametrize(

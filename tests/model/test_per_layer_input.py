@@ -8,7 +8,7 @@ import pytest
 from carat_jax.families import from_hf
 from carat_jax.model.mlp import PerLayerInput
 from carat_jax.model.params import merge, split
-from pallas_kernels.tiles import MAX_FEW_ROWS
+from pallas_kernels.product_tiles import MAX_FEW_ROWS
 from tests.kernels.lowering import lower
 from tests.oracle import gelu_tanh
 from tests.toys import CONFIGS
