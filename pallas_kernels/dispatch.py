@@ -8,7 +8,7 @@ contradict each other are the caller's error: ValueError. Imports `tiles` only.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tiles import HEAD_DIMS
+from pallas_kernels.tiles import HEAD_DIMS, WAY_OUT
 
 IMPLS = ("triton", "xla", "interpret")
 
@@ -81,5 +81,5 @@ def choose(kernel, impl, reason: str | None, on_triton: str | None) -> str:
     if impl is None:
         return "triton" if reason is None and jax.default_backend() == "gpu" else "xla"
     if reason is not None:
-        raise NotImplementedError(f"{kernel}: impl={impl!r} cannot run: {reason}; use impl='xla'")
+        raise NotImplementedError(f"{kernel}: impl={impl!r} cannot run: {reason}; {WAY_OUT}")
     return impl

@@ -33,7 +33,8 @@ def route_experts(x, scale, proj, expert_scale, is_token=None, *, top_k, eps, im
 
     Returns:
       The softmax over the best scores times `expert_scale`, float32 [R, k], and the experts' ids,
-      int32 [R, k], the best first and of equal ones the lower.
+      int32 [R, k], the best first and of equal ones the lower. A row of NaN has NaN weights, and
+      ids that may repeat.
 
     Raises:
       NotImplementedError: a named impl cannot run this shape or dtype.

@@ -17,6 +17,7 @@ import jax
 HEAD_DIMS = (32, 64, 128, 256, 512)
 MAX_ROWS = 256
 MAX_POSITIONS = 16  # of a slot that decodes or verifies
+WAY_OUT = "use plain JAX: impl='xla', of an engine's experts 'dense'"
 # Shared memory that one program may use, in bytes, and the number of multiprocessors.
 DEVICES = {
     "A100": (163 * 1024, 108),
@@ -92,7 +93,7 @@ def limits(device_kind: str) -> tuple[int, int]:
             return limit
     known = ", ".join(DEVICES)
     raise NotImplementedError(
-        f"no tiles for device {device_kind!r}: tiles are known for {known}; use impl='xla'"
+        f"no tiles for device {device_kind!r}: tiles are known for {known}; {WAY_OUT}"
     )
 
 

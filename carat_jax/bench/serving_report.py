@@ -104,13 +104,15 @@ def draw(rows: Sequence[Mapping[str, Any]]):
             axis.set_xticks(loads, [f"{load:g}" for load in loads])
             axis.minorticks_off()
             axis.set_ylim(bottom=0)
-            place, height = 0, 0.06 * axis.get_ylim()[1]
+            height = 0.06 * axis.get_ylim()[1]
+            place = -height
             for y, x, name in sorted(ends):  # from below, each clear of the one before
                 place = max(y, place + height)
                 axis.annotate(
                     name, (x, place), (6, 0), textcoords="offset points", va="center",
                     color=colours[name], weight="bold",
                 )  # fmt: skip
+            axis.set_ylim(top=max(axis.get_ylim()[1], place + height))
             axis.set_xlabel(unit_of_load)
         words = [f"{name}: {WHAT[name]}" for name in sorted({row["row"] for row in rows})]
         figure.supxlabel("    ".join(words), fontsize=8.5, color=theme.ink)

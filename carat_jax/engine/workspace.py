@@ -7,7 +7,8 @@ lives through all of them. Counted is what the equations make, in float32 whatev
     attention           queries and keys twice (projected, rotated); in plain JAX scores, weights
                         and mask, bounded as `numerics.attention` bounds them, and the keys and
                         values looked at; in the kernels each program's partial results
-    MLP                 gate, up and their product, and those of each expert a row passes
+    MLP                 gate, up and their product, and those of each expert a row passes; with
+                        `ragged_dot` its rows for every expert and a copy of the matrices
     logits              twice for scoring (raw, normalised), `_SAMPLER_COPIES` in a round
 
 A chunk reads a ring before it overwrites it, for which XLA copies the rings of all slots on a CPU
@@ -79,8 +80,8 @@ class Passes:
         attention = max(
             self._attention(facts, layer, num_slots, num_new, is_chunk) for layer in kinds
         )
-        mlp = max(4 * rows * self._mlp_width(facts, layer) for layer in kinds)
-        return stream + per_layer + max(attention, mlp)
+        mlp = max(self._mlp(facts, layer, rows) for layer in kinds)
+        return stream + per_layer + self._transposed(facts) + max(attention, mlp)
 
     def _attention(
         self, facts: ModelConfig, layer: LayerSpec, num_slots: int, num_new: int, is_chunk: bool
@@ -105,10 +106,30 @@ class Passes:
         partial = 4 * num_slots * programs * max(16, group) * dim
         return projected + (view if is_chunk else 0) + partial
 
-    def _mlp_width(self, facts: ModelConfig, layer: LayerSpec) -> int:
-        """Numbers a row of the MLP holds at once, those of its experts included."""
-        dense = 3 * layer.mlp_width
+    def _mlp(self, facts: ModelConfig, layer: LayerSpec, rows: int) -> int:
+        """Bytes of the MLP and of the experts beside it."""
+        dense = 4 * rows * 3 * layer.mlp_width
         if not layer.num_experts:
             return dense
-        used = layer.num_experts if self.options.experts == "dense" else facts.top_k_experts
-        return dense + used * (3 * facts.moe_intermediate_size + facts.hidden_size)
+        experts, hidden, impl = layer.num_experts, facts.hidden_size, self.options.experts
+        used = experts if impl == "dense" else layer.top_k_experts
+        made = 4 * rows * used * (3 * layer.expert_width + hidden)
+        if impl != "ragged_dot":
+            return dense + made
+        # Without a grouped product every (token, expert) pair is laid out for every expert.
+        itemsize = 4 if self.backend == "cpu" else jnp.dtype(self.config.dtype).itemsize
+        return dense + made + itemsize * rows * used * experts * hidden
+
+    def _transposed(self, facts: ModelConfig) -> int:
+        """Bytes of the experts' matrices that `ragged_dot` transposes: a layer's, on a CPU all.
+
+        There those of bfloat16 are counted where they are widened.
+        """
+        itemsize = jnp.dtype(self.config.dtype).itemsize
+        if self.options.experts != "ragged_dot" or (self.backend == "cpu" and itemsize == 2):
+            return 0
+        matrices = [
+            layer.num_experts * layer.expert_width * facts.hidden_size * itemsize
+            for layer in facts.layers
+        ]
+        return 3 * sum(matrices) if self.backend == "cpu" else 2 * max(matrices)

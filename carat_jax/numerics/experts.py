@@ -37,7 +37,8 @@ def expert_mlp(
       impl: "dense", "ragged_dot", or "triton" or "interpret" for the kernel.
 
     Returns:
-      In `x`'s type; zeros for a row without a choice.
+      In `x`'s type; zeros for a row without a choice, whatever it holds. Weights that are not
+      finite reach every row in plain JAX, and with the kernel those that chose them.
     """
     match impl:
         case "dense":
@@ -52,13 +53,17 @@ def expert_mlp(
 
 
 def _dense(x, weights, chosen, gate_up, down):
-    """Every expert for every row; what a row did not choose counts nothing."""
+    """Every expert for every row; what a row did not choose counts nothing.
+
+    Each expert multiplies with its matrices as they lie: a product over experts and columns at once
+    would make XLA transpose all of them first, on a CPU those of every layer.
+    """
     rows, num_experts = len(x), len(gate_up)
     share = jnp.zeros((rows, num_experts), jnp.float32)
-    share = share.at[jnp.arange(rows)[:, None], chosen].set(weights, mode="drop")
-    both = product("rd,eufd->reuf", x, gate_up)
-    gated = gelu_gate(both[:, :, 0], both[:, :, 1]) * share[..., None]
-    return product("ref,edf->rd", gated.astype(x.dtype), down).astype(x.dtype)
+    share = share.at[jnp.arange(rows)[:, None], chosen].set(weights, mode="drop").T[:, None]
+    both = product("eufd,rd->eufr", gate_up, x)
+    gated = jnp.where(share != 0, gelu_gate(both[:, 0], both[:, 1]) * share, 0)
+    return product("edf,efr->edr", down, gated.astype(x.dtype)).sum(0).T.astype(x.dtype)
 
 
 def _ragged(x, weights, chosen, gate_up, down):

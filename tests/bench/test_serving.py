@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from carat_jax.bench import serving, serving_report, workload
+from carat_jax.bench import drawing, serving, serving_report, workload
 from carat_jax.bench.replay import Replay, Served, progress_of, summary
 from carat_jax.bench.workload import TraceRequest
 from carat_jax.config import read_settings
@@ -164,6 +164,23 @@ def test_the_table_compares_with_row_a_under_the_same_load():
     )
     alone = serving_report.table([row("c", 4, 150.0, 20.0)])
     assert "| 150.0 |  | 20.00 |  |" in alone
+
+
+def test_lines_that_end_together_are_all_named_in_the_picture():
+    rows = [
+        {"mode": "closed", "row": name, "concurrency": load, "output_tokens_per_s": rate * load,
+         "tpot_ms_p50": rate}
+        for name, rate in zip("abcd", (100, 99.5, 99.2, 99), strict=True) for load in (1, 4)
+    ]  # fmt: skip
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    serving_report.draw(rows)(figure, drawing.LIGHT)
+    for axis, lowest in zip(figure.axes, (4 * 99, 99), strict=True):
+        names = sorted(axis.texts, key=lambda text: text.xy[1])
+        assert [text.get_text() for text in names] == list("dcba")
+        places, top = [text.xy[1] for text in names], axis.get_ylim()[1]
+        assert places[0] == lowest
+        assert min(b - a for a, b in itertools.pairwise(places)) > 0.04 * top
+        assert places[-1] < top
 
 
 # ---- the replay ------------------------------------------------------------------------------

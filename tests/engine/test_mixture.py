@@ -34,7 +34,8 @@ from tests.engine.toy_engine import CONTEXT, prompt, tokenizer
 from tests.engine.toy_engine import toy as named_toy
 
 LENGTHS = (2, 9, 20)
-toy = functools.partial(named_toy, "26b", 2)
+# Heads of widths that the attention kernels take.
+toy = functools.partial(named_toy, "26b", 2, head_dim=32, global_head_dim=64)
 
 
 def make(drafter, params=(), num_slots=3, draft_model=None, **settings) -> EngineLoop:
@@ -135,12 +136,17 @@ def test_greedy_ids_are_the_same_whoever_drafts(name):
         {"moe.impl": "ragged_dot", "cache.global_layers": "v_rot"},
         {"moe.impl": "interpret", "cache.local_layers": "paged"},
         {"attention.verify": "three_stage", "attention.group_heads": False},
+        {"moe.impl": "interpret", "attention.impl": "interpret"},
     ],
-    ids=["ragged_dot", "interpret", "three_stage"],
+    ids=["ragged_dot", "interpret", "three_stage", "all_kernels"],
 )
 def test_float32_greedy_text_is_the_same_with_every_switch(setting):
-    results = run(make(NoDrafter(), **setting), [prompt(n) for n in LENGTHS])
+    engine = scripted(3, **setting)
+    told = [[*prompt(n), *want.ids] for n, want in zip(LENGTHS, answers(), strict=True)]
+    set_script(engine, told, [2, 0, 3, 1])
+    results = run(engine, [prompt(n) for n in LENGTHS])
     assert [r.ids for r in results] == [want.ids for want in answers()]
+    assert sum(results[0].acceptance.accepted) > 5
 
 
 def test_a_named_kernel_that_cannot_run_here_is_refused():

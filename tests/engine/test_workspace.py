@@ -74,6 +74,11 @@ def case(model, steps, chunks, **settings):
         case("tiny", "round", SHORT, **{"cache.local_layers": "paged"}),
         case("T4e", "prefill score first", [32]),
         case("31b", "prefill", [32], **{"decode.drafter": "model"}),
+        case("26b", "prefill", [32]),
+        case("26b", "round", SHORT, **{"engine.max_batch": 8}),
+        case("26b", "prefill", [32], **{"moe.impl": "ragged_dot"}),
+        case("26b", "round", SHORT, **{"moe.impl": "ragged_dot", "engine.max_batch": 8}),
+        case("26b", "prefill", [32], dtype="bfloat16", **{"moe.impl": "ragged_dot"}),
     ],
 )
 def test_the_estimate_covers_the_compilers_figure(model, steps, settings, small):

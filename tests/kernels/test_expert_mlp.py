@@ -147,6 +147,28 @@ def test_odd_numbers_of_experts_and_any_tiles(num_rows, num_experts, tile_rows):
     assert relative_error(got, exact(*arrays)) <= 5e-3
 
 
+def test_tiles_of_128_rows_that_an_expert_fills_or_just_misses():
+    # given experts with 0 to 257 pairs, dealt so that no token has one of them twice
+    counts = [0, 1, 127, 128, 129, 255, 256, 257]
+    num_rows = sum(counts) // 3 + 1
+    pairs = np.repeat(np.arange(len(counts)), counts)
+    chosen = np.full(3 * num_rows, len(counts))
+    chosen[: len(pairs)] = pairs
+    chosen = chosen.reshape(3, num_rows).T
+    assert all(len(set(row[row < 8])) == (row < 8).sum() for row in chosen)
+    rng = np.random.default_rng(0)
+    arrays = [
+        jnp.asarray(rng.standard_normal((num_rows, 32)), jnp.bfloat16),
+        jnp.asarray(rng.uniform(0.05, 1, (num_rows, 3)), jnp.float32),
+        jnp.asarray(chosen, jnp.int32),
+        jnp.asarray(rng.standard_normal((len(counts), 2, 16, 32)) / 6, jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((len(counts), 32, 16)) / 4, jnp.bfloat16),
+    ]
+    tile = (ProductTile(rows=128, columns=16, block=16, warps=8, stages=1),) * 2
+    got = np.asarray(expert_mlp(*arrays, impl=IMPL, tile=tile)).astype(np.float64)
+    assert relative_error(got, exact(*arrays)) <= 5e-3
+
+
 @pytest.mark.skipif(ON_GPU, reason="the interpreter's own types")
 @pytest.mark.parametrize("impl", ["xla", "interpret"])
 def test_float32_is_exact_to_rounding(impl):
