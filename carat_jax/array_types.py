@@ -7,7 +7,8 @@
     W  sliding window, counting the query itself      D  embedding width (`hidden_size`)
     V  vocabulary                                     L  layers
     M  draft length                                   F  width of the MLP, or of one expert
-    E  experts of a mixture (k: those of one token)
+    E  experts of a mixture (k: those of one token)   P  width of a per-layer input
+    R  rotated numbers of a key in layout `v_rot`     half  H / 2
 
 Positions are absolute everywhere and start at 0. Annotations are checked at run time in the
 tests, which import the package through jaxtyping's hook, and cost nothing elsewhere.
@@ -20,16 +21,14 @@ Positions = Int[Array, "B T"]
 Lengths = Int[Array, "B"]
 Slots = Int[Array, "b"]
 Hidden = Float[Array, "B T D"]
-# What the residual takes in, or S parts whose sum it is.
-Branch = Float[Array, "*S B T D"]
-Logits = Float[Array, "B T V"]
+# What the residual takes in, or parts whose sum it is.
+Branch = Float[Array, "*parts B T D"]
 ExpertWeights = Float[Array, "B T k"]
 ExpertIds = Int[Array, "B T k"]
 Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B T K H"]
 Values = Float[Array, "B T K H"]
 CacheRows = Float[Array, "B K S H"]
-Mask = Bool[Array, "B T S"]
 
 __all__ = [
     "Array",
@@ -42,8 +41,6 @@ __all__ = [
     "Int",
     "Keys",
     "Lengths",
-    "Logits",
-    "Mask",
     "Positions",
     "Queries",
     "Shaped",

@@ -152,6 +152,10 @@ class ModelConfig:
             window=self.sliding_window if is_sliding else None,
         )
 
+    def rotated_width(self, layer: LayerSpec) -> int:
+        """Numbers of a global layer's key that RoPE turns: the first ones of each half."""
+        return 2 * int(self.partial_rotary_factor * layer.head_dim // 2)
+
     def _kv_owner(self, index: int) -> int:
         """The last layer before the shared ones that has the type of layer `index`."""
         owners = range(self.num_hidden_layers - self.num_kv_shared_layers)

@@ -121,13 +121,13 @@ def table(found: dict[str, Any]) -> str:
     lines.append(f"{'total':<18}{'':>12}{size_text(found['total']):>12}")
     if found["limit"] is not None:
         verdict = "fits" if found["fits"] else "DOES NOT FIT"
-        lines.append(f"{'device':<18}{'':>12}{size_text(found['limit']):>12}  {verdict}")
+        lines.append(f"{found['device']:<18}{'':>12}{size_text(found['limit']):>12}  {verdict}")
     if "measured" in found:
         lines += ["", "workspace of the neediest steps as compiled here"]
         lines += [f"{size_text(size):>12}  {name}" for name, size in found["measured"].items()]
     if found["limit"] is None:
-        note = "this device does not say how much it holds; give --device_memory_gib to see"
-        return "\n".join([*lines, "", f"{note} what fits"])
+        note = "does not say how much it holds; give --device_memory_gib to see what fits a GPU"
+        return "\n".join([*lines, "", f"{found['device']} {note}"])
     lines += ["", f"{'batch':<8}largest context"]
     for batch, context in found["largest_context"].items():
         note = "  (the model's limit)" if context == found["model_limit"] else ""
@@ -144,13 +144,14 @@ def main(arguments: Sequence[str]) -> int:
             print(__doc__, options.get_help(), sep="\n")
             return 0
         if extra:
-            raise ValueError(f"{extra[0]!r} is not a flag")
+            raise ValueError(f"{extra[0]!r} is not a flag; --help lists them")
         batches = options.batches and whole_numbers("batches", options.batches)
         backend, limit = None, device_limit()
         if options.device_memory_gib is not None:
             backend, limit = "gpu", int(options.device_memory_gib * 2**30)
         graph, plan = blueprint(options["set"].value, options.config, backend)
-        found = report(plan, limit, batches)
+        device = "a GPU" if backend else f"this {jax.devices()[0].device_kind}"
+        found = {"device": device, **report(plan, limit, batches)}
         if options.measure:
             if backend is not None:
                 raise ValueError("--measure: compiles for this machine, not for another device")
@@ -158,8 +159,6 @@ def main(arguments: Sequence[str]) -> int:
     except (flags.Error, ValueError, NotImplementedError) as error:
         print(f"error: {str(error).replace(chr(10), ' ')}", file=sys.stderr)
         return 2
-    if backend is None and limit is not None:
-        found["device"] = jax.devices()[0].device_kind
     print(json.dumps(found) if options.json else table(found))
     return 1 if found["fits"] is False else 0
 

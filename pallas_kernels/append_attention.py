@@ -35,6 +35,7 @@ from pallas_kernels.split_kv import (
     result,
     result_outputs,
     store_result,
+    whole,
 )
 
 MAX_ROWS = 64  # group x positions: one tile of rows, because one program writes a block
@@ -184,9 +185,6 @@ def _run(
     """Launches the kernel and the combine of its splits."""
     slots, num_new, kv_heads, parts, head_dim = qkv.shape
     tile, sets = problem.tile, slots * kv_heads
-
-    def whole(array):
-        return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
 
     def by_slot(array):
         return pl.BlockSpec((None, *array.shape[1:]), lambda i, j, h: (h // kv_heads, 0, 0))

@@ -6,7 +6,7 @@ measured on an H200. Which products the kernels take at all is said here as well
 
 import dataclasses
 
-from pallas_kernels.tiles import DEVICES, limits, whole_rows
+from pallas_kernels.tiles import DEVICES, check_numbers, limits, whole_rows
 
 # Up to so many tokens a program looks for its expert's among all; of more, pairs are sorted first.
 FEW_TOKENS = 64
@@ -37,12 +37,7 @@ class ProductTile:
     splits: int = 1
 
     def __post_init__(self):
-        for field, low in (("rows", 1), ("columns", 16), ("block", 16), ("warps", 1)):
-            value = getattr(self, field)
-            if value < low or value & (value - 1):
-                raise ValueError(f"tile.{field}={value} must be a power of two >= {low}")
-        if self.splits < 1 or self.stages < 1:
-            raise ValueError(f"tile needs splits and stages >= 1: {self}")
+        check_numbers(self, rows=1, columns=16, block=16, warps=1)
 
     def check(self, kernel: str, inputs: int, outputs: int) -> None:
         """ValueError where the tile does not divide a product of these sizes."""

@@ -8,14 +8,20 @@ experts only those that a row chose add to it, whatever the weights of the other
 nothing of the package, so that a kernel cannot share a mistake with its oracle.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 # Running maximum of a row that has seen no key: finite, so that no inf - inf can arise.
 EMPTY = -3.0e38
+# What rows have seen of some keys: (o, top, mass), see `merge_partials`.
+Partials = tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]
 
 
-def merge_partials(partials, dtype):
+def merge_partials(partials: Sequence[Partials], dtype: DTypeLike) -> Float[Array, "B T N H"]:
     """Combines [(o, top, mass), ...] of disjoint key sets into attention's output.
 
     top is a row's largest score, o the sum of exp(score - top) * value, mass that of the weights.
@@ -53,7 +59,9 @@ def _rows(q, starts):
     return starts[:, None] + jnp.arange(q.shape[1])[None]
 
 
-def full_keys(k_rot, v, k_norm):
+def full_keys(
+    k_rot: Float[Array, "B K S R"], v: Float[Array, "B K S H"], k_norm: Float[Array, "H"]
+) -> Float[Array, "B K S H"]:
     """Keys of the `v_rot` layout: k_norm * v, but for the rotated numbers, which are kept."""
     half, rotated_half = v.shape[-1] // 2, k_rot.shape[-1] // 2
     k = v.astype(jnp.float32) * k_norm.astype(jnp.float32)
@@ -62,7 +70,16 @@ def full_keys(k_rot, v, k_norm):
     return k.at[..., half : half + rotated_half].set(k_rot[..., rotated_half:])
 
 
-def ring_attention(q, k_ring, v_ring, starts, ends, *, window, partials=False):
+def ring_attention(
+    q: Float[Array, "B T N H"],
+    k_ring: Float[Array, "B K C H"],
+    v_ring: Float[Array, "B K C H"],
+    starts: Int[Array, "B"],
+    ends: Int[Array, "B"],
+    *,
+    window: int,
+    partials: bool = False,
+) -> Float[Array, "B T N H"] | Partials:
     """Attention over rings [B,K,C,H]: slot p mod C holds the newest position p below ends."""
     capacity = k_ring.shape[2]
     newest = ends[:, None] - 1
@@ -72,8 +89,16 @@ def ring_attention(q, k_ring, v_ring, starts, ends, *, window, partials=False):
 
 
 def grouped_attention(
-    q, k_cache, v_cache, starts, ends, *, k_norm=None, window=None, partials=False
-):
+    q: Float[Array, "B T N H"],
+    k_cache: Float[Array, "B K S R"],
+    v_cache: Float[Array, "B K S H"],
+    starts: Int[Array, "B"],
+    ends: Int[Array, "B"],
+    *,
+    k_norm: Float[Array, "H"] | None = None,
+    window: int | None = None,
+    partials: bool = False,
+) -> Float[Array, "B T N H"] | Partials:
     """Attention over caches [B,K,S,H] that keep position p in row p."""
     k = k_cache if k_norm is None else full_keys(k_cache, v_cache, k_norm)
     k_pos = jnp.broadcast_to(jnp.arange(v_cache.shape[2])[None], (q.shape[0], v_cache.shape[2]))
@@ -83,7 +108,17 @@ def grouped_attention(
     return _attend(q, k, v_cache, _rows(q, starts), k_pos, exists, window, partials)
 
 
-def prefill_ring_attention(q, k_ring, v_ring, k_new, v_new, starts, ends, *, window):
+def prefill_ring_attention(
+    q: Float[Array, "B T N H"],
+    k_ring: Float[Array, "B K C H"],
+    v_ring: Float[Array, "B K C H"],
+    k_new: Float[Array, "B T K H"],
+    v_new: Float[Array, "B T K H"],
+    starts: Int[Array, "B"],
+    ends: Int[Array, "B"],
+    *,
+    window: int,
+) -> Float[Array, "B T N H"]:
     """A chunk [B,T,K,H] against itself and the rings as they were before it was written."""
     capacity, num_new = k_ring.shape[2], q.shape[1]
     newest = starts[:, None] - 1
@@ -98,7 +133,13 @@ def prefill_ring_attention(q, k_ring, v_ring, k_new, v_new, starts, ends, *, win
     return _attend(q, k, v, new_pos, k_pos, exists, window, False)
 
 
-def expert_shares(x, weights, chosen, gate_up, down):
+def expert_shares(
+    x: Float[Array, "rows D"],
+    weights: Float[Array, "rows k"],
+    chosen: Int[Array, "rows k"],
+    gate_up: Float[Array, "E 2 F D"],
+    down: Float[Array, "E D F"],
+) -> Float[Array, "rows k D"]:
     """weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k], float32 [R,k,D].
 
     x [R,D], weights and chosen [R,k], gate_up [E,2,F,D], down [E,D,F]; chosen = E gives zeros.
@@ -112,21 +153,34 @@ def expert_shares(x, weights, chosen, gate_up, down):
     return jnp.where((chosen < num_experts)[..., None], picked * weights[..., None], 0.0)
 
 
-def expert_mlp(x, weights, chosen, gate_up, down):
+def expert_mlp(
+    x: Float[Array, "rows D"],
+    weights: Float[Array, "rows k"],
+    chosen: Int[Array, "rows k"],
+    gate_up: Float[Array, "E 2 F D"],
+    down: Float[Array, "E D F"],
+) -> Float[Array, "rows D"]:
     """The sum of `expert_shares` over k, in x's dtype."""
     return expert_shares(x, weights, chosen, gate_up, down).sum(1).astype(x.dtype)
 
 
-def few_row_product(x, weight):
+def few_row_product(
+    x: Float[Array, "*rows D"], weight: Float[Array, "D O"]
+) -> Float[Array, "*rows O"]:
     """x @ weight, summed in float32 and rounded to x's dtype."""
     exact = {"precision": "highest", "preferred_element_type": jnp.float32}
     return jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32), **exact).astype(x.dtype)
 
 
-def gated_row_product(gates, ups, layer, weight):
+def gated_row_product(
+    gates: Float[Array, "parts *rows P"],
+    ups: Float[Array, "*rows L P"],
+    layer: Int[Array, ""] | int,
+    weight: Float[Array, "P O"],
+) -> Float[Array, "*rows O"]:
     """(gelu(sum of gates) * ups[..., layer, :]) @ weight.
 
-    gates [S,*rows,K], ups [*rows,L,K], weight [K,N].
+    gates [parts,*rows,P], ups [*rows,L,P], weight [P,O].
     """
     dtype = ups.dtype
     gate = gates.astype(jnp.float32).sum(0).astype(dtype).astype(jnp.float32)
@@ -141,7 +195,14 @@ def _rms_norm(x, weight, eps):
     return (normed if weight is None else normed * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def residual_norm(x, branch, branch_weight, *next_weights, scale=None, eps):
+def residual_norm(
+    x: Float[Array, "*rows D"],
+    branch: Float[Array, "*parts_and_rows D"],
+    branch_weight: Float[Array, "D"],
+    *next_weights: Float[Array, "D"],
+    scale: Float[Array, "..."] | None = None,
+    eps: float,
+) -> tuple[Float[Array, "*rows D"], ...]:
     """(x + norm(branch)) * scale, and its norms; a branch of more axes than x is its parts."""
     if branch.ndim > x.ndim:
         branch = branch.astype(jnp.float32).sum(0).astype(x.dtype)
@@ -152,9 +213,17 @@ def residual_norm(x, branch, branch_weight, *next_weights, scale=None, eps):
 
 
 def mixture_norm(
-    x, dense, shares, chosen, dense_weight, shares_weight, *weights,
-    num_experts, scale=None, eps,
-):  # fmt: skip
+    x: Float[Array, "*rows D"],
+    dense: Float[Array, "*rows D"],
+    shares: Float[Array, "*rows k D"],
+    chosen: Int[Array, "*rows k"],
+    dense_weight: Float[Array, "D"],
+    shares_weight: Float[Array, "D"],
+    *weights: Float[Array, "D"],
+    num_experts: int,
+    scale: Float[Array, "..."] | None = None,
+    eps: float,
+) -> tuple[Float[Array, "*rows D"], ...]:
     """`residual_norm` of norm(dense) + norm(sum of shares), `weights` being its own.
 
     x and dense [*rows,D], shares [*rows,k,D], chosen [*rows,k]; a share of E is not looked at.
@@ -172,8 +241,19 @@ def _turned(x, weight, eps, cos, sin, dtype):
 
 
 def borrow_attention(
-    q, q_norm, cos, sin, k_cache, v_cache, starts, ends, *, eps, window=None, is_ring=False
-):
+    q: Float[Array, "B T K G H"],
+    q_norm: Float[Array, "H"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    starts: Int[Array, "B"],
+    ends: Int[Array, "B"],
+    *,
+    eps: float,
+    window: int | None = None,
+    is_ring: bool = False,
+) -> Float[Array, "B T N H"]:
     """Queries [B,T,K,G,H] normed, rotated, and what they read of the caches."""
     q = _turned(q, q_norm, eps, cos, sin, v_cache.dtype)
     attend = ring_attention if is_ring else grouped_attention
@@ -182,9 +262,21 @@ def borrow_attention(
 
 
 def append_attention(
-    qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, starts, ends, *,
-    group, eps, window=None, is_ring=False,
-):  # fmt: skip
+    qkv: Float[Array, "B T K parts H"],
+    q_norm: Float[Array, "H"],
+    k_norm: Float[Array, "H"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    starts: Int[Array, "B"],
+    ends: Int[Array, "B"],
+    *,
+    group: int,
+    eps: float,
+    window: int | None = None,
+    is_ring: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """New rows [B,T,K,parts,H] normed, rotated, put into the caches, and attended from."""
     slots, num_new = qkv.shape[:2]
     capacity, dtype = k_cache.shape[2], v_cache.dtype
@@ -203,7 +295,16 @@ def append_attention(
     return out, k_cache, v_cache
 
 
-def route_experts(x, scale, proj, expert_scale, is_token=None, *, top_k, eps):
+def route_experts(
+    x: Float[Array, "rows D"],
+    scale: Float[Array, "D"],
+    proj: Float[Array, "E D"],
+    expert_scale: Float[Array, "E"],
+    is_token: Bool[Array, "rows"] | None = None,
+    *,
+    top_k: int,
+    eps: float,
+) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
     """Weights and ids [R,k] of the best experts by the scores proj @ (norm(x) * scale / sqrt(D)).
 
     x [R,D], scale [D], proj [E,D], expert_scale [E], is_token [R]; of equal scores the lower id

@@ -284,6 +284,11 @@ def named(name, function, *static):
     return run
 
 
+def whole(array):
+    """The spec of an array that every program sees in full."""
+    return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
+
+
 def launch(kernel, *, grid, ins, outs, tile, interpret, aliases=None):
     """pallas_call over (array, block spec) pairs; `outs` are (shape, spec)."""
     return pl.pallas_call(
@@ -375,9 +380,6 @@ def attend(
     dtype = caches[0][1].dtype
     sets = num_heads // problem.group  # of rows that share keys
     share = sets // caches[0][0].shape[1]  # sets that read one KV head: 1 unless per_head
-
-    def whole(array):
-        return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
 
     def cache_spec(source, array):
         if isinstance(source, Chunk):

@@ -48,12 +48,7 @@ class Tile:
     columns: int = 0
 
     def __post_init__(self):
-        for field, low in (("rows", 16), ("block", 16), ("warps", 1)):
-            value = getattr(self, field)
-            if value < low or value & (value - 1):
-                raise ValueError(f"tile.{field}={value} must be a power of two >= {low}")
-        if self.splits < 1 or self.stages < 1:
-            raise ValueError(f"tile needs splits and stages >= 1: {self}")
+        check_numbers(self, rows=16, block=16, warps=1)
 
     def shared_memory(self, head_dim: int, rotated: int = 0, itemsize: int = 2) -> int:
         """Bytes of shared memory of one program: query rows, weights and key and value blocks.
@@ -70,6 +65,16 @@ class Tile:
             blocks += self.block * head_dim  # values enter both products, laid out differently
         weights = self.rows * self.block if self.rows < 64 else 0
         return itemsize * (queries + blocks + weights)
+
+
+def check_numbers(tile, **least: int):
+    """ValueError unless these fields are powers of two from `least` on, splits and stages >= 1."""
+    for field, low in least.items():
+        value = getattr(tile, field)
+        if value < low or value & (value - 1):
+            raise ValueError(f"tile.{field}={value} must be a power of two >= {low}")
+    if tile.splits < 1 or tile.stages < 1:
+        raise ValueError(f"tile needs splits and stages >= 1: {tile}")
 
 
 def next_power_of_two(n: int) -> int:

@@ -40,13 +40,25 @@ def test_table_and_json_say_the_same(capsys):
         assert (code, found["fits"]) == (int(not fits), fits)
 
 
-def test_without_a_gpu_bytes_alone_are_printed(capsys):
+def test_a_device_that_does_not_say_is_planned_without(capsys, monkeypatch):
+    monkeypatch.setattr(plan, "device_limit", lambda: None)
     code, found = figures(capsys, "--config=configs/tiny.yaml")
     assert (code, found["limit"], found["fits"], found["largest_context"]) == (0, None, None, {})
     assert run("--config=configs/tiny.yaml") == 0
     text = capsys.readouterr().out
-    assert "give --device_memory_gib" in text
+    assert "this cpu does not say how much it holds; give --device_memory_gib" in text
     assert "largest context" not in text
+
+
+def test_a_machine_without_a_gpu_is_planned_by_its_memory(capsys, monkeypatch):
+    monkeypatch.setattr(plan, "device_limit", lambda: 24 * 2**30)
+    assert run("--config=configs/tiny.yaml") == 0
+    assert "this cpu " in (text := capsys.readouterr().out)
+    assert "24.00 GiB  fits" in text
+    code, found = figures(capsys, "--config=configs/random-31b.yaml")
+    assert (code, found["device"], found["fits"]) == (1, "this cpu", False)
+    assert run("--config=configs/random-31b.yaml", "--device_memory_gib=100") == 0
+    assert "a GPU " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

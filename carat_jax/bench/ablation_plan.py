@@ -97,7 +97,9 @@ def read_plan(
     """
     try:
         root = compose(Path(path).read_text(encoding="utf-8-sig"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     if not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{path}:1: must hold `base:` and `variants:`")

@@ -58,7 +58,7 @@ def in_words(row: Mapping[str, Any]) -> str:
     if row.get("failed"):
         return f"failed: {row['failed']}"
     return (
-        f"{row['ms_token']:.3g} ms a token, {row['speedup']:.2f} x the base, compiled in "
+        f"{row['ms_token']:.3g} ms a token, {row['speedup']:.2f} x the base beside it, compiled in "
         f"{row['compile_s']:.1f} s, log-probabilities within {row['max_logprob_difference']:.2g}"
     )
 

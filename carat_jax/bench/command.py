@@ -96,7 +96,7 @@ def run(program: Callable[[], int], known: flags.FlagValues, usage: str) -> None
             print(usage, known.get_help(), sep="\n")
             sys.exit(0)
         if extra:
-            raise ValueError(f"{extra[0]!r} is not a flag")
+            raise ValueError(f"{extra[0]!r} is not a flag; --help lists them")
         sys.exit(program())
     except (flags.Error, ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)

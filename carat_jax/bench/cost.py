@@ -86,16 +86,6 @@ def pass_costs(
     return dict(costs)
 
 
-def keys_read(engine: Engine, held: int, slots: int) -> int:
-    """Bytes of keys and values that decoding sees when each slot holds `held` positions."""
-    model, heads = engine.model, engine.model.num_attention_heads
-    costs = (
-        _attention(engine, model.layer(layer.kv_owner), heads, layer.window, held - 1, 1, slots)
-        for layer in model.layers
-    )
-    return int(sum(one.bytes for one in costs))
-
-
 def draft_costs(engine: Engine, context: int, slots: int = 1) -> dict[tuple[str, str], Cost]:
     """A burst of the engine's assistant: every draft reads its weights and the keys it may see.
 
@@ -175,7 +165,6 @@ def _attention(
     # A row sees what came before it and itself, at most a window of it.
     seen = sum(min(context + i + 1, window or end) for i in range(rows))
     is_rotated = config.cache.global_layers == "v_rot" and not owner.is_sliding and owner.k_eq_v
-    rotated = 2 * int(model.partial_rotary_factor * owner.head_dim // 2)
-    numbers = owner.head_dim + (rotated if is_rotated else owner.head_dim)
+    numbers = owner.head_dim + (model.rotated_width(owner) if is_rotated else owner.head_dim)
     bytes_read = owner.num_kv_heads * held * numbers * jnp.dtype(config.dtype).itemsize
     return Cost(slots * bytes_read, slots * 4.0 * num_heads * owner.head_dim * seen)

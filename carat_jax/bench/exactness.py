@@ -39,6 +39,7 @@ _DRAFT_LENS = flags.DEFINE_list(
 )
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0 tokens are drawn.", 0, **_own)
 
+DRAFTERS = ("script", "ngram", "assistant", "combined", "model")
 # Prompts cut from one text that the model wrote.
 _CUTS = 4
 
@@ -84,7 +85,7 @@ def compare(plain: Sequence[Result], other: Sequence[Result]) -> Agreement:
     return Agreement(len(plain) - len(gaps), same_bits, max(gaps, default=None))
 
 
-def scripted(engine: carat_jax.Engine, plain: Sequence[Result], num_drafts: int) -> Drafting:
+def scripted(plain: Sequence[Result], num_drafts: int) -> Drafting:
     """A drafter that is told the plain answers."""
     texts = [[*result.prompt_ids, *result.ids] for result in plain]
     return Drafting(ScriptDrafter(num_drafts), script(texts, num_drafts))
@@ -108,7 +109,7 @@ def runs(
     yield "none", 0, plain
     for name, length in drafters:
         if name == "script":
-            made = carat_jax.Engine(base.settings, engine._opened, scripted(base, plain, length))
+            made = carat_jax.Engine(base.settings, engine._opened, scripted(plain, length))
         else:
             made = base.variant(decode={"drafter": name, "draft_len": length})
         yield name, length, made.generate(prompts, **sampling)
@@ -117,7 +118,14 @@ def runs(
 def main() -> int:
     """Runs the comparison; 1 if a row that must be identical is not."""
     num_rows = _ROWS.value
-    lengths = [int(length) for length in _DRAFT_LENS.value or range(1, num_rows)]
+    lengths = list(range(1, num_rows))
+    if _DRAFT_LENS.value is not None:
+        lengths = command.whole_numbers("draft_lens", _DRAFT_LENS.value)
+    if long := [length for length in lengths if length >= num_rows]:
+        raise ValueError(f"--draft_lens: {long[0]} must be less than --uniform_rows={num_rows}")
+    if unknown := [name for name in _DRAFTERS.value if name not in DRAFTERS]:
+        known = ", ".join(DRAFTERS)
+        raise ValueError(f"--drafters: no drafter {unknown[0]!r}; there are {known}")
     drafters = list(itertools.product(_DRAFTERS.value, lengths))
     engine = carat_jax.load(read_settings(_FLAGS.config, _FLAGS.set))
     prompts = make_prompts(engine, _PROMPTS.value, _LONGEST.value)

@@ -16,7 +16,7 @@ WINDOW, CAPACITY = 1024, 1088
 def attention_shapes(model):
     """Heads, KV heads and head dimension of a model's global and of its local layers."""
     config = FAMILIES[model]
-    kinds = {layer.is_sliding: layer for layer in map(config.layer, range(len(config.layer_types)))}
+    kinds = {layer.is_sliding: layer for layer in config.layers}
     return [
         {
             "heads": config.num_attention_heads,

@@ -77,8 +77,7 @@ def verify_steps(base: Engine, rows: list[int], context: int, batch: int) -> dic
 
 def num_local_layers(engine: Engine) -> int:
     """Layers that look back over a window."""
-    model = engine.model
-    return sum(model.layer(i).is_sliding for i in range(model.num_hidden_layers))
+    return sum(layer.is_sliding for layer in engine.model.layers)
 
 
 def main() -> int:

@@ -107,8 +107,8 @@ def empty_bank(
                 "cache.global_layers: 'v_rot' needs a model whose global values are its unrotated "
                 "keys (attention_k_eq_v); use 'kv'"
             )
-        rotated = 2 * int(config.partial_rotary_factor * layer.head_dim // 2)
-        return ValueCache(jnp.zeros(shape, dtype), jnp.zeros((*shape[:3], rotated), dtype))
+        rotated = (*shape[:3], config.rotated_width(layer))
+        return ValueCache(jnp.zeros(shape, dtype), jnp.zeros(rotated, dtype))
 
     layers = {layer.index: empty(layer) for layer in config.kv_owners}
     # A full cache can be cut anywhere.

@@ -31,9 +31,9 @@ class PagedCache:
     `table[b, i]` is the physical page, among the slot's own, of logical pages congruent to i.
     """
 
-    k: Float[Array, "B P K page H"]
-    v: Float[Array, "B P K page H"]
-    table: Int[Array, "B P"]
+    k: Float[Array, "B pages K page H"]
+    v: Float[Array, "B pages K page H"]
+    table: Int[Array, "B pages"]
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: DTypeLike) -> "PagedCache":

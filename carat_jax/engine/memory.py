@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -137,12 +138,16 @@ class Blueprint:
         ways = [f"engine.max_context={context}"] * bool(context)
         ways += [f"engine.max_batch={batch}"] * bool(batch)
         # JAX takes three quarters of a GPU unless it is told otherwise.
-        more = "; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 gives JAX more of the device"
+        more = {
+            "gpu": "; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 gives JAX more of the device",
+            "cpu": "; a CPU widens bfloat16 weights, dtype=float32 leaves them"
+            * (self.config.dtype == "bfloat16"),
+        }
         raise ValueError(
             f"engine: {self.max_batch} x {self.max_context} positions need "
             f"{size_text(memory.total)} ({parts}), the device has {size_text(limit)} left; "
             + (f"what fits: {' or '.join(ways)}" if ways else "not even one position fits")
-            + (more if self.backend == "gpu" else "")
+            + more.get(self.backend, "")
         )
 
 
@@ -227,12 +232,18 @@ def reuse_of(state: DecodeState) -> Reuse:
 
 
 def device_limit() -> int | None:
-    """Bytes that JAX can still take on the first device; None where the device does not say."""
+    """Bytes that JAX can still take on the first device; None where the device does not say.
+
+    Of a CPU it is the machine's memory, whoever else uses it.
+    """
     gc.collect()  # an engine that nobody holds any more may still wait for it
-    stats = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if device.platform == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
 
 
 def _size(tree: Any) -> int:

@@ -121,11 +121,6 @@ class Tokenizer:
             prefix = "" if message.startswith(str(folder)) else f"{folder}: "
             raise ValueError(prefix + message) from error
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can be used."""
-        return self._chat is not None
-
     def token_id(self, token: str) -> int | None:
         """The id of one token by its exact spelling, None if there is none."""
         return self._backend.token_to_id(token)

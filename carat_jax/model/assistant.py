@@ -25,7 +25,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from carat_jax.array_types import Array, Float, Int, Lengths, Slots
+from carat_jax.array_types import Array, Float, Int, Lengths
 from carat_jax.assistant_families import (
     GLOBAL_KEYS,
     LOCAL_KEYS,
@@ -40,7 +40,6 @@ from carat_jax.model.checkpoint import load_params
 from carat_jax.model.decoder_layer import DecoderLayer, run_layers
 from carat_jax.model.gemma4 import Gemma4
 from carat_jax.model.json_file import read_json
-from carat_jax.model.load_hf import Placement
 from carat_jax.model.norm import RMSNorm
 from carat_jax.model.params import TensorSource, matrix, param, split
 from carat_jax.model.self_attention import layer_frequencies
@@ -226,16 +225,15 @@ class Burst:
     logits: Float[Array, "B M V"]
 
 
-def target_views(target: Gemma4, bank: CacheBank, slots: Slots | None = None) -> Views:
+def target_views(target: Gemma4, bank: CacheBank) -> Views:
     """What an assistant sees of the target's caches: the positions each slot holds, and no more.
 
     After a verify step of M + 1 rows of which at least one is kept, a ring of C >= W + M + 1 still
     holds all W + 1 keys. A slot rolled back by all of C - W rows would lack the oldest of them.
     """
-    ends = bank.lengths if slots is None else bank.lengths[slots]
     views = {}
     for is_sliding, index in last_owners(target.config).items():
-        view = bank.layers[index].view(ends, slots)
+        view = bank.layers[index].view(bank.lengths, None)
         if isinstance(view, RotatedView):
             weight = target.layers[index].self_attn.k_norm.weight.get_value()
             view = dataclasses.replace(view, key_weight=weight)
@@ -326,7 +324,7 @@ def declare_assistant(
 
 
 def load_assistant(
-    folder: Path, target: ModelConfig, dtype: jnp.dtype, *, placement: Placement | None = None
+    folder: Path, target: ModelConfig, dtype: jnp.dtype
 ) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """The assistant in `folder`, published or converted, checked against its target.
 
@@ -338,7 +336,7 @@ def load_assistant(
     """
     graph, specs = declare_assistant(folder, target, dtype)
     config = read_assistant_config(folder)
-    params = load_params(folder, specs, is_tied=True, placement=placement)
+    params = load_params(folder, specs, is_tied=True)
     if config.use_ordered_embeddings:
         ordering = np.asarray(params["masked_embedding"]["token_ordering"])
         held = np.unique(ordering[(ordering >= 0) & (ordering < config.vocab_size)]).size

@@ -51,8 +51,6 @@ class ParamSpec:
       axes: logical name of each axis, for `numerics.sharding`; None is never split.
       fan_in: width summed over in a product; 0 marks a vector that starts at one.
       tensors: the checkpoint tensors that fill it.
-      group_size: input numbers that share a scale in a quantised storage; 0 is plain storage, the
-        only one so far.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +58,6 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     fan_in: int
     tensors: tuple[TensorSource, ...]
-    group_size: int = 0
 
     @property
     def num_bytes(self) -> int:

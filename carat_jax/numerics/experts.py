@@ -19,13 +19,13 @@ from pallas_kernels import expert_mlp as kernel
 
 
 def expert_mlp(
-    x: Float[Array, "R D"],
-    weights: Float[Array, "R k"],
-    chosen: Int[Array, "R k"],
+    x: Float[Array, "rows D"],
+    weights: Float[Array, "rows k"],
+    chosen: Int[Array, "rows k"],
     gate_up: Float[Array, "E 2 F D"],
     down: Float[Array, "E D F"],
     impl: str,
-) -> Float[Array, "R D"]:
+) -> Float[Array, "rows D"]:
     """The weighted sum of what its chosen experts make of every row.
 
     Args:
@@ -80,8 +80,8 @@ def _ragged(x, weights, chosen, gate_up, down):
 
 
 def _grouped_product(
-    rows: Float[Array, "P n"], weights: Float[Array, "E m n"], sizes: Int[Array, "E"]
-) -> Float[Array, "P m"]:
+    rows: Float[Array, "pairs n"], weights: Float[Array, "E m n"], sizes: Int[Array, "E"]
+) -> Float[Array, "pairs m"]:
     """Consecutive groups of `sizes` rows, each times the transpose of its matrix, float32."""
     dimensions = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())),

@@ -97,7 +97,7 @@ def linear(
       weight: the parameter.
       num_in: axes that are summed over.
       products: who multiplies few rows, as in `ComputeOptions`.
-      in_parts: return what the kernel's splits leave, `[S, ...]`, for `residual_norm` to sum. A
+      in_parts: return what the kernel's splits leave, `[parts, ...]`, for `residual_norm` to sum. A
         product without parts is returned whole.
     """
     if not isinstance(weight, jax.Array):
@@ -113,7 +113,7 @@ def linear(
     return joined(parts.reshape(len(parts), *shape), weight, in_parts)
 
 
-def joined(parts: Float[Array, "S ..."], weight: Float[Array, "F D"], in_parts: bool) -> Array:
+def joined(parts: Float[Array, "parts ..."], weight: Float[Array, "F D"], in_parts: bool) -> Array:
     """Parts of a product with `weight` as they are, or their sum, rounded to its type."""
     return parts if in_parts else sum_parts(parts, weight.dtype)
 

@@ -5,6 +5,7 @@ import json
 import re
 
 import jax
+import psutil
 import pytest
 
 import carat_jax
@@ -149,7 +150,18 @@ def test_a_default_context_is_refused_and_not_shrunk(monkeypatch):
 def test_a_device_that_does_not_say_refuses_nothing():
     plan = blueprint(FAMILIES["31b"], model="random:31b", engine={"max_batch": 4096})
     plan.check_fits(None)
-    assert device_limit() is None  # a CPU
+
+
+def test_a_machine_without_a_gpu_holds_what_its_memory_does():
+    assert device_limit() == psutil.virtual_memory().total
+
+
+def test_a_cpu_that_cannot_hold_a_widened_copy_says_so(monkeypatch):
+    limited(monkeypatch, 30 * GIB)
+    with pytest.raises(ValueError, match=r"weights, dtype=float32 leaves them$"):
+        carat_jax.load("random:12b")
+    with pytest.raises(ValueError, match=r"not even one position fits$"):
+        carat_jax.load("random:12b", dtype="float32")
 
 
 def test_a_variant_counts_the_weights_it_shares_once(monkeypatch):
@@ -170,6 +182,7 @@ def test_a_limit_counts_what_is_in_use(monkeypatch):
     @dataclasses.dataclass
     class Device:
         stats: dict | None
+        platform: str = "tpu"
 
         def memory_stats(self):
             return self.stats

@@ -3,8 +3,6 @@
 Stops, limits, streams and cancellations fall inside a call on purpose.
 """
 
-import re
-
 import jax
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from carat_jax.decoding.steps import SamplerKind
 from tests.engine.drafter_toys import loop, run, set_script
 from tests.engine.test_prefixes import assert_equal
 from tests.engine.toy_engine import CONTEXT, prompt
+from tests.test_donation import cache_copies
 
 ROUNDS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0)
@@ -104,8 +103,7 @@ def test_the_loop_of_rounds_copies_no_cache():
     kind = SamplerKind(draws=False, logprobs=False)
     compiled = engine._steps.round.lower(engine._params, engine._state, kind).compile()
     shapes = {leaf.shape for leaf in jax.tree.leaves(engine._state.bank.layers)}
-    made = re.findall(r"\w+\[([\d,]+)\]\S* copy(?:-start)?\(", compiled.as_text())
-    assert not {tuple(map(int, shape.split(","))) for shape in made} & shapes
+    assert not cache_copies(compiled.as_text(), shapes)
 
 
 def test_rounds_that_promise_one_verify_pass_are_not_looped():

@@ -8,16 +8,6 @@ import dataclasses
 
 import numpy as np
 
-KERNELS = (
-    "ring",
-    "grouped",
-    "v_rot",
-    "per_head",
-    "prefill",
-    "prefill_v_rot",
-    "prefill_ring",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
