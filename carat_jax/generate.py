@@ -238,7 +238,9 @@ def _generate(arguments: Sequence[str]) -> None:
         if run.num_done:
             spent = f"{time.monotonic() - started:.1f} s, with compilation"
             plural = "s" if run.num_done > 1 else ""
-            _say(f"{run.num_done} prompt{plural}, {run.num_ids} tokens in {spent}")
+            found = engine.stats()
+            pace = f", {found['mean_accepted_length']:.2f} a pass," if any(found["drafted"]) else ""
+            _say(f"{run.num_done} prompt{plural}, {run.num_ids} tokens{pace} in {spent}")
 
 
 def _say(text: str) -> None:

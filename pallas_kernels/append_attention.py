@@ -84,6 +84,7 @@ def append_attention(
       ([B, T, N, H] in the caches' dtype, k_cache, v_cache), the caches updated in place.
 
     Raises:
+      ValueError: the shapes contradict each other, or `impl` is unknown.
       NotImplementedError: a named impl cannot run this shape, dtype or device.
     """
     if qkv.shape[3] not in (group + 1, group + 2):
@@ -119,6 +120,7 @@ def borrow_attention(
       [B, T, N, H] in the caches' dtype.
 
     Raises:
+      ValueError: the shapes contradict each other, or `impl` is unknown.
       NotImplementedError: a named impl cannot run this shape, dtype or device.
     """
     check_angles("borrow_attention", q, cos, sin)

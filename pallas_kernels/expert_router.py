@@ -37,6 +37,7 @@ def route_experts(x, scale, proj, expert_scale, is_token=None, *, top_k, eps, im
       ids that may repeat.
 
     Raises:
+      ValueError: the shapes contradict each other, or `impl` is unknown.
       NotImplementedError: a named impl cannot run this shape or dtype.
     """
     (rows, width), num_experts = x.shape, len(proj)

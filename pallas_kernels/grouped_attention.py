@@ -45,6 +45,7 @@ def grouped_attention(
       [B, T, N, H] in the caches' dtype, or the partials.
 
     Raises:
+      ValueError: the shapes contradict each other, or `impl` is unknown.
       NotImplementedError: a named impl cannot run this shape, dtype or device.
     """
     check_shapes("grouped_attention", q, k_cache, v_cache, starts, ends, k_norm=k_norm)

@@ -31,6 +31,7 @@ def ring_attention(
       [B, T, N, H] in the rings' dtype, or the partials.
 
     Raises:
+      ValueError: the shapes contradict each other, or `impl` is unknown.
       NotImplementedError: a named impl cannot run this shape, dtype or device.
     """
     check_shapes("ring_attention", q, k_ring, v_ring, starts, ends)

@@ -39,6 +39,10 @@ def expert_mlp(
     Returns:
       In `x`'s type; zeros for a row without a choice, whatever it holds. Weights that are not
       finite reach every row in plain JAX, and with the kernel those that chose them.
+
+    Raises:
+      ValueError: there is no such `impl`.
+      NotImplementedError: the kernel cannot run this shape, dtype or device.
     """
     match impl:
         case "dense":

@@ -74,6 +74,9 @@ class ScriptedEngine:
     def describe(self):
         return "device: scripted"
 
+    def stats(self):
+        return {"drafted": [4, 4], "mean_accepted_length": 2.25}
+
 
 def records_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

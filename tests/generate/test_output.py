@@ -48,7 +48,13 @@ def test_chat_wraps_prompts_as_user_messages(run):
     code, out, _, loop = run(
         "--chat", "--prompt=the", answers={"user\nthe\nmodel\nthought\n": "hi"}
     )
-    assert (code, out, len(loop.prompts)) == (0, "hi\n", 1)
+    assert (code, out) == (0, "hi\n")
+    assert loop.prompts == ["user\nthe\nmodel\nthought\n"]
+
+
+def test_the_last_line_says_what_drafts_were_worth(run):
+    _, _, err, _ = run("--prompt=the", answers={"the": "x y z"})
+    assert "1 prompt, 6 tokens, 2.25 a pass, in " in err.splitlines()[-1]
 
 
 def test_thoughts_do_not_reach_stdout(run):
