@@ -35,14 +35,19 @@ def _from_mapping(
             yield key, from_node(value_node, where), where
 
 
-def from_file(path: str | Path, sections: Sections) -> Iterator[Source]:
-    """What a YAML file says."""
+def read_yaml(path: str | Path) -> yaml.Node | None:
+    """What a YAML file holds; None if that is nothing. ValueError names the file."""
     try:
-        root = compose(Path(path).read_text(encoding="utf-8-sig"), str(path))
+        return compose(Path(path).read_text(encoding="utf-8-sig"), str(path))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path}: is not UTF-8 text") from None
+
+
+def from_file(path: str | Path, sections: Sections) -> Iterator[Source]:
+    """What a YAML file says."""
+    root = read_yaml(path)
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):

@@ -80,7 +80,7 @@ def ring_attention(
     window: int,
     partials: bool = False,
 ) -> Float[Array, "B T N H"] | Partials:
-    """Attention over rings [B,K,C,H]: slot p mod C holds the newest position p below ends."""
+    """Attention over rings: slot p mod C holds the newest position p below ends."""
     capacity = k_ring.shape[2]
     newest = ends[:, None] - 1
     k_pos = newest - (newest - jnp.arange(capacity)[None]) % capacity
@@ -99,7 +99,7 @@ def grouped_attention(
     window: int | None = None,
     partials: bool = False,
 ) -> Float[Array, "B T N H"] | Partials:
-    """Attention over caches [B,K,S,H] that keep position p in row p."""
+    """Attention over caches that keep position p in row p."""
     k = k_cache if k_norm is None else full_keys(k_cache, v_cache, k_norm)
     k_pos = jnp.broadcast_to(jnp.arange(v_cache.shape[2])[None], (q.shape[0], v_cache.shape[2]))
     exists = k_pos < ends[:, None]
@@ -119,7 +119,7 @@ def prefill_ring_attention(
     *,
     window: int,
 ) -> Float[Array, "B T N H"]:
-    """A chunk [B,T,K,H] against itself and the rings as they were before it was written."""
+    """A chunk against itself and the rings as they were before it was written."""
     capacity, num_new = k_ring.shape[2], q.shape[1]
     newest = starts[:, None] - 1
     old_pos = newest - (newest - jnp.arange(capacity)[None]) % capacity
@@ -140,9 +140,9 @@ def expert_shares(
     gate_up: Float[Array, "E 2 F D"],
     down: Float[Array, "E D F"],
 ) -> Float[Array, "rows k D"]:
-    """weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k], float32 [R,k,D].
+    """weights[r, k] * down(gelu(gate x[r]) * up x[r]) by expert chosen[r, k], in float32.
 
-    x [R,D], weights and chosen [R,k], gate_up [E,2,F,D], down [E,D,F]; chosen = E gives zeros.
+    chosen = E gives zeros.
     """
     num_experts, f32 = len(gate_up), jnp.float32
     exact = {"precision": "highest", "preferred_element_type": f32}
@@ -178,10 +178,7 @@ def gated_row_product(
     layer: Int[Array, ""] | int,
     weight: Float[Array, "P O"],
 ) -> Float[Array, "*rows O"]:
-    """(gelu(sum of gates) * ups[..., layer, :]) @ weight.
-
-    gates [parts,*rows,P], ups [*rows,L,P], weight [P,O].
-    """
+    """(gelu(sum of gates) * ups[..., layer, :]) @ weight."""
     dtype = ups.dtype
     gate = gates.astype(jnp.float32).sum(0).astype(dtype).astype(jnp.float32)
     up = jax.lax.dynamic_index_in_dim(ups, layer, -2, keepdims=False).astype(jnp.float32)
@@ -226,7 +223,7 @@ def mixture_norm(
 ) -> tuple[Float[Array, "*rows D"], ...]:
     """`residual_norm` of norm(dense) + norm(sum of shares), `weights` being its own.
 
-    x and dense [*rows,D], shares [*rows,k,D], chosen [*rows,k]; a share of E is not looked at.
+    A share of E is not looked at.
     """
     experts = jnp.where((chosen < num_experts)[..., None], shares, 0.0).sum(-2).astype(x.dtype)
     branch = _rms_norm(dense, dense_weight, eps) + _rms_norm(experts, shares_weight, eps)
@@ -254,7 +251,7 @@ def borrow_attention(
     window: int | None = None,
     is_ring: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Queries [B,T,K,G,H] normed, rotated, and what they read of the caches."""
+    """Queries normed, rotated, and what they read of the caches."""
     q = _turned(q, q_norm, eps, cos, sin, v_cache.dtype)
     attend = ring_attention if is_ring else grouped_attention
     q = q.reshape(*q.shape[:2], -1, q.shape[-1])
@@ -277,7 +274,7 @@ def append_attention(
     window: int | None = None,
     is_ring: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """New rows [B,T,K,parts,H] normed, rotated, put into the caches, and attended from."""
+    """New rows normed, rotated, put into the caches, and attended from."""
     slots, num_new = qkv.shape[:2]
     capacity, dtype = k_cache.shape[2], v_cache.dtype
     k = _turned(qkv[..., group : group + 1, :], k_norm, eps, cos, sin, dtype)[..., 0, :]
@@ -305,10 +302,9 @@ def route_experts(
     top_k: int,
     eps: float,
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
-    """Weights and ids [R,k] of the best experts by the scores proj @ (norm(x) * scale / sqrt(D)).
+    """Weights and ids of the best experts by the scores proj @ (norm(x) * scale / sqrt(D)).
 
-    x [R,D], scale [D], proj [E,D], expert_scale [E], is_token [R]; of equal scores the lower id
-    comes first, and a row that holds no token chooses E.
+    Of equal scores the lower id comes first, and a row that holds no token chooses E.
     """
     x, scale, proj, expert_scale = (a.astype(jnp.float32) for a in (x, scale, proj, expert_scale))
     normed = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps)

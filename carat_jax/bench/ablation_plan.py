@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from carat_jax.config import KEYS, SECTIONS, WEIGHT_KEYS, Settings, read_settings
-from carat_jax.setting_sources import from_keywords
-from carat_jax.setting_types import compose, convert, from_node, unknown_key
+from carat_jax.setting_sources import from_keywords, read_yaml
+from carat_jax.setting_types import convert, from_node, unknown_key
 
 _PARTS = ("title", "base", "variants", "workload")
 
@@ -95,12 +95,7 @@ def read_plan(
     Raises:
       ValueError: anything in it cannot be used; one line that starts with the file.
     """
-    try:
-        root = compose(Path(path).read_text(encoding="utf-8-sig"), str(path))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
+    root = read_yaml(path)
     if not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{path}:1: must hold `base:` and `variants:`")
     parts: dict[str, yaml.Node] = {}

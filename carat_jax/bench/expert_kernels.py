@@ -111,9 +111,9 @@ def expert_tile_candidates(num_rows):
 
     yield first, second
     if num_rows > FEW_TOKENS:
-        for rows, (gate_ups, downs) in many.items():
-            yield from ((made(sizes, rows), made(downs[0], rows)) for sizes in gate_ups)
-            yield from ((made(gate_ups[0], rows), made(sizes, rows)) for sizes in downs[1:])
+        for rows, (ups, ends) in many.items():
+            yield from ((made(sizes, rows), made(ends[0], rows)) for sizes in ups)
+            yield from ((made(ups[0], rows), made(sizes, rows)) for sizes in ends[1:])
         return
     if num_rows > first.rows:  # tiles that hold more tokens than an expert is likely to have
         yield from (

@@ -5,12 +5,14 @@ one text have much in common. So the choices of the very rows that a step passes
 taps, at the state it is in, and each layer's distinct experts are counted.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from carat_jax.array_types import Array, Lengths, Shaped, Tokens
 from carat_jax.bench.device_steps import DeviceStep
@@ -46,7 +48,7 @@ def experts_read(steps: Mapping[Any, DeviceStep], samples: int = 8) -> dict[Any,
         loop = step.loop
         if not loop.model.enable_moe_block:
             continue
-        graph, _ = split(Gemma4(loop.model, jnp.dtype(loop.config.dtype)))
+        graph = _graph(loop.model, loop.config.dtype)
         key = loop.model, loop.options.compute
         count = counters[key] = counters.get(key) or _counter(graph, *key)
         rows_of = _rows_of_round(graph, loop)
@@ -57,6 +59,11 @@ def experts_read(steps: Mapping[Any, DeviceStep], samples: int = 8) -> dict[Any,
             step.queue(1)
         found[name] = float(np.mean(jax.device_get(counted)))
     return found
+
+
+@functools.cache
+def _graph(model: ModelConfig, dtype: str) -> nnx.GraphDef:
+    return split(Gemma4(model, jnp.dtype(dtype)))[0]
 
 
 def _jit(function: Callable) -> Callable:

@@ -66,6 +66,21 @@ def _times(more: float | None, less: float | None) -> str:
     return f"{more / less:.2f} x" if more and less else ""
 
 
+def _name_lines(
+    axis: Any, ends: Sequence[tuple[float, float, str]], colours: Mapping[str, str]
+) -> None:
+    """Names lines at their ends (y, x, name): from below, each clear of the one before."""
+    height = 0.06 * axis.get_ylim()[1]
+    place = -height
+    for y, x, name in sorted(ends):
+        place = max(y, place + height)
+        axis.annotate(
+            name, (x, place), (6, 0), textcoords="offset points", va="center",
+            color=colours[name], weight="bold",
+        )  # fmt: skip
+    axis.set_ylim(top=max(axis.get_ylim()[1], place + height))
+
+
 def draw(rows: Sequence[Mapping[str, Any]]):
     """A drawing of one mode's rows: output tokens a second, and milliseconds a token."""
     panels = (
@@ -104,15 +119,7 @@ def draw(rows: Sequence[Mapping[str, Any]]):
             axis.set_xticks(loads, [f"{load:g}" for load in loads])
             axis.minorticks_off()
             axis.set_ylim(bottom=0)
-            height = 0.06 * axis.get_ylim()[1]
-            place = -height
-            for y, x, name in sorted(ends):  # from below, each clear of the one before
-                place = max(y, place + height)
-                axis.annotate(
-                    name, (x, place), (6, 0), textcoords="offset points", va="center",
-                    color=colours[name], weight="bold",
-                )  # fmt: skip
-            axis.set_ylim(top=max(axis.get_ylim()[1], place + height))
+            _name_lines(axis, ends, colours)
             axis.set_xlabel(unit_of_load)
         words = [f"{name}: {WHAT[name]}" for name in sorted({row["row"] for row in rows})]
         figure.supxlabel("    ".join(words), fontsize=8.5, color=theme.ink)

@@ -137,17 +137,16 @@ class Blueprint:
         context, batch = self.largest_context(limit), self.largest_batch(limit)
         ways = [f"engine.max_context={context}"] * bool(context)
         ways += [f"engine.max_batch={batch}"] * bool(batch)
-        # JAX takes three quarters of a GPU unless it is told otherwise.
-        more = {
-            "gpu": "; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 gives JAX more of the device",
-            "cpu": "; a CPU widens bfloat16 weights, dtype=float32 leaves them"
-            * (self.config.dtype == "bfloat16"),
-        }
+        more = ""
+        if self.backend == "gpu":  # of which JAX takes three quarters unless it is told otherwise
+            more = "; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 gives JAX more of the device"
+        elif self.backend == "cpu" and self.config.dtype == "bfloat16":
+            more = "; a CPU widens bfloat16 weights, dtype=float32 leaves them"
         raise ValueError(
             f"engine: {self.max_batch} x {self.max_context} positions need "
             f"{size_text(memory.total)} ({parts}), the device has {size_text(limit)} left; "
             + (f"what fits: {' or '.join(ways)}" if ways else "not even one position fits")
-            + more.get(self.backend, "")
+            + more
         )
 
 

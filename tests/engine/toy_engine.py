@@ -46,16 +46,14 @@ def tokenizer() -> Tokenizer:
 @functools.cache
 def toy(name: str = "T4", num_layers: int = 3, **changed: int) -> Toy:
     """A few layers, the last one global, a window of eight, a context of 96."""
-    raw = (
-        CONFIGS[name]
-        | changed
-        | {
-            "vocab_size": tokenizer().vocab_size,
-            "num_hidden_layers": num_layers,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention"] * (num_layers - 1) + ["full_attention"],
-        }
-    )
+    raw = {
+        **CONFIGS[name],
+        **changed,
+        "vocab_size": tokenizer().vocab_size,
+        "num_hidden_layers": num_layers,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention"] * (num_layers - 1) + ["full_attention"],
+    }
     weights = make_weights(raw, seed=1)
     flips = np.random.default_rng(1).choice([-1, 1], raw["hidden_size"]).astype(np.float32)
     weights["norm.weight"] *= flips

@@ -128,6 +128,18 @@ def test_sums_without_matrix_instructions_agree(num_rows):
     assert relative_error(got, exact(*arrays)) <= 5e-3
 
 
+def small(rng, chosen, num_experts):
+    """The kernel's arguments for tokens of 32 numbers and experts of width 16."""
+    num_rows, top_k = chosen.shape
+    return [
+        jnp.asarray(rng.standard_normal((num_rows, 32)), jnp.bfloat16),
+        jnp.asarray(rng.uniform(0.05, 1, (num_rows, top_k)), jnp.float32),
+        jnp.asarray(chosen, jnp.int32),
+        jnp.asarray(rng.standard_normal((num_experts, 2, 16, 32)) / 6, jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((num_experts, 32, 16)) / 4, jnp.bfloat16),
+    ]
+
+
 @pytest.mark.parametrize("tile_rows", [8, 16, 32])
 @pytest.mark.parametrize(("num_rows", "num_experts"), [(4, 11), (4, 12), (21, 12), (70, 12)])
 def test_odd_numbers_of_experts_and_any_tiles(num_rows, num_experts, tile_rows):
@@ -135,13 +147,7 @@ def test_odd_numbers_of_experts_and_any_tiles(num_rows, num_experts, tile_rows):
     rng = np.random.default_rng(num_rows)
     chosen = np.array([rng.permutation(num_experts)[:3] for _ in range(num_rows)])
     chosen[1:, 0] = np.where((chosen[1:] == 7).any(1), chosen[1:, 0], 7)  # one that is popular
-    arrays = [
-        jnp.asarray(rng.standard_normal((num_rows, 32)), jnp.bfloat16),
-        jnp.asarray(rng.uniform(0.05, 1, (num_rows, 3)), jnp.float32),
-        jnp.asarray(chosen, jnp.int32),
-        jnp.asarray(rng.standard_normal((num_experts, 2, 16, 32)) / 6, jnp.bfloat16),
-        jnp.asarray(rng.standard_normal((num_experts, 32, 16)) / 4, jnp.bfloat16),
-    ]
+    arrays = small(rng, chosen, num_experts)
     tile = (ProductTile(rows=tile_rows, columns=16, block=16, warps=4, stages=1),) * 2
     got = np.asarray(expert_mlp(*arrays, impl=IMPL, tile=tile)).astype(np.float64)
     assert relative_error(got, exact(*arrays)) <= 5e-3
@@ -156,14 +162,7 @@ def test_tiles_of_128_rows_that_an_expert_fills_or_just_misses():
     chosen[: len(pairs)] = pairs
     chosen = chosen.reshape(3, num_rows).T
     assert all(len(set(row[row < 8])) == (row < 8).sum() for row in chosen)
-    rng = np.random.default_rng(0)
-    arrays = [
-        jnp.asarray(rng.standard_normal((num_rows, 32)), jnp.bfloat16),
-        jnp.asarray(rng.uniform(0.05, 1, (num_rows, 3)), jnp.float32),
-        jnp.asarray(chosen, jnp.int32),
-        jnp.asarray(rng.standard_normal((len(counts), 2, 16, 32)) / 6, jnp.bfloat16),
-        jnp.asarray(rng.standard_normal((len(counts), 32, 16)) / 4, jnp.bfloat16),
-    ]
+    arrays = small(np.random.default_rng(0), chosen, len(counts))
     tile = (ProductTile(rows=128, columns=16, block=16, warps=8, stages=1),) * 2
     got = np.asarray(expert_mlp(*arrays, impl=IMPL, tile=tile)).astype(np.float64)
     assert relative_error(got, exact(*arrays)) <= 5e-3
